@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.show.evaluation import give_result, show_evaluation, show_sparsity, show_tasks
@@ -112,6 +113,7 @@ def _measure(
             None if chosen.text is None else read_text(chosen.text),
         )
     )
+    import_large()
     from neuzip.eval.measures.perplexity import prepare
     from neuzip.eval.report.sweep_results import read_sweep
 

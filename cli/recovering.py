@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.choices import Activations, DeviceName, ScaleTraining, WholeGroup
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.recovery import show_comparison, show_recovery, warn_if_worse
 from neuzip.cli.source import resolved_model
@@ -101,6 +102,7 @@ def run(out: Output, options: RecoverOptions) -> None:
     let_threads_sleep()
     out.loading()
     path, original, document = _read_sources(out, options)
+    import_large()
     from neuzip.runtime.devices import choose_device
     from neuzip.runtime.hf.tokenizer import load_tokenizer
     from neuzip.train.recovery import course as recovery

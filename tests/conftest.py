@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.path[len(sys.path) :] = [str(ROOT / "tests" / "support"), str(ROOT / "tests")]
 pytest.register_assert_rewrite("loopback_hub")
 
+import forked  # noqa: E402
 from json_schema import problems  # noqa: E402
 
 from neuzip.cli.document import SCHEMA  # noqa: E402
@@ -61,6 +63,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-case", action="store_true", help="run one case of each test, not the whole grid")
 
 
+KERNELS = "kernels"
+"""Folder of compiled kernels in pytest's cache."""
+
+KERNELS_BYTES = 1 << 29
+"""Size of that folder from which it is made anew: Triton never removes what changed sources have replaced."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # a worker of xdist, while others use the folder
+        return
+    folder = session.config.cache.mkdir(KERNELS)
+    if sum(path.stat().st_size for path in folder.rglob("*")) > KERNELS_BYTES:
+        shutil.rmtree(folder)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
@@ -80,6 +97,7 @@ def pytest_collection_finish() -> None:
     """From here on garbage is collected, among what is made from here on."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # by Python's 700 the collector takes 2 to 6 % of the time of tests
     gc.enable()
 
 
@@ -98,8 +116,8 @@ SHOWN = 10.0
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the processes that it has waited for."""
-    return sum(os.times()[:4])
+    """CPU seconds of this process, of processes that it has waited for, and of what `forks` forked."""
+    return sum(os.times()[:4]) + sum(server.cpu_seconds for server in forked.SERVERS)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -162,6 +180,22 @@ def make_exchanged_commands_again() -> None:
 def root() -> Path:
     """The root of the repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(request: pytest.FixtureRequest) -> Path:
+    """Where kernels that are slow to compile are kept from one run of pytest to the next."""
+    return request.config.cache.mkdir(KERNELS)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[forked.Server]:
+    """Commands in processes of their own, without the seconds of imports: see tests/support/forked.py."""
+    server = forked.Server()
+    forked.SERVERS.append(server)
+    yield server
+    forked.SERVERS.remove(server)
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import typer
 from neuzip.choices import Attention
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.speeds import show_speeds
 from neuzip.cli.source import resolved_model
@@ -90,6 +91,7 @@ def command(
     for name in residencies or ("dense",):
         require_device(device, name)
     path = resolved_model(out, src)
+    import_large()
     from neuzip.runtime.decode.benchmark import make_plan, measure
     from neuzip.runtime.devices import choose_device
 

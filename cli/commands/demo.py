@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.demo import MANTISSA_BITS, show_versions
 from neuzip.cli.text import bytes_text, percent_text, seconds_text
@@ -159,6 +160,7 @@ def _restore(out: Output, checkpoint: Path, lossless: Path, restored: Path) -> i
 
 
 def _evaluate(out: Output, *checkpoints: Path) -> Evaluation:
+    import_large()
     from neuzip.eval.measures.perplexity import evaluate, prepare
     from neuzip.eval.measures.texts import read_text
 

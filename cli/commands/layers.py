@@ -9,6 +9,7 @@ import typer
 
 from neuzip.choices import DtypeName, LayerChoice
 from neuzip.cli import options
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.layers import quiet_lines, show_layers, show_pruned, show_removal
 from neuzip.cli.source import resolved_model
@@ -112,6 +113,7 @@ def command(
     path = resolved_model(out, src)
     if output is not None:
         require_free(path, output, overwrite)
+    import_large()
     from neuzip.eval.layers import analyse as layers
     from neuzip.eval.layers import removal as layer_removal
     from neuzip.eval.report import layer_pictures

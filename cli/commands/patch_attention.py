@@ -9,6 +9,7 @@ import typer
 
 from neuzip.choices import AttentionMode
 from neuzip.cli import options
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.attention import attention_json, show_calibration
 from neuzip.cli.source import resolved_model
@@ -100,6 +101,7 @@ def command(
     checkpoint = find_checkpoint(path)
     if not dry_run:
         require_free(path, dst, overwrite)
+    import_large()
     from neuzip.eval import attention
     from neuzip.eval.report import attention_pictures
 

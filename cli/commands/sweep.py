@@ -9,6 +9,7 @@ import typer
 
 from neuzip.choices import DtypeName
 from neuzip.cli import options
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.sweep import show_sweep
 from neuzip.cli.source import resolved_model
@@ -100,6 +101,7 @@ def command(
         with work_folder(output):
             pass  # a folder that cannot be used is told before anything is read
     path = resolved_model(out, src)
+    import_large()
     from neuzip.eval.sweep import SweepSetting, sweep
 
     setting = SweepSetting(

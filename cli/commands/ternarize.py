@@ -9,6 +9,7 @@ import typer
 
 from neuzip.choices import ConversionQuantizer
 from neuzip.cli import options
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.conversion import TernaryConversion, show_conversion
 from neuzip.cli.source import resolved_model
@@ -103,6 +104,7 @@ def command(
     document = None if text is None else read_text(text)
     path = resolved_model(out, src)
     require_free(path, dst, overwrite)
+    import_large()
     from neuzip.runtime.devices import choose_device
     from neuzip.train.recovery.ternary import TernaryRecipe
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output, error
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.run_folder import CHECKPOINT, LOG, MODEL, PICTURE, begun_settings, make_folder, refuse_folder
@@ -82,6 +83,7 @@ def command(
         like, documents = ranks.first_before_others(
             lambda: (_source(out, settings), _documents(settings.text))
         )
+        import_large()
         from neuzip.eval.measures.distributed import take_a_gpu
         from neuzip.runtime.devices import choose_device
         from neuzip.train.deterministic import deterministic_algorithms

@@ -16,6 +16,7 @@ from neuzip.cli.compressing.options import EXCLUSIONS, CompressOptions
 from neuzip.cli.compressing.stream import compress_on_hub
 from neuzip.cli.compressing.target import layers_to_drop, nothing_kept, predict, reach
 from neuzip.cli.exclusions import refuse_excluded
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.attention import attention_json, show_calibration
 from neuzip.cli.show.compression import show_plan, show_report
@@ -91,6 +92,8 @@ def _compress_here(
         ranks.on_first(lambda: refuse_before_download(options.src, dst, options.overwrite))
     path = ranks.first_before_others(lambda: resolved(out, options.src))
     began = time.monotonic()
+    if options.attention is not None or options.goal is not None:
+        import_large()
     calibration, more = None, {}
     if options.attention is not None:
         assert text is not None

@@ -334,6 +334,20 @@ def _gluon_linear() -> Any:
     return linear
 
 
+def compile_products(packed: PackedTensor, rows: int, bias: bool = False) -> None:
+    """Compile what `linear` launches for some rows of x and weights like `packed`, for the current GPU.
+
+    `packed` has no values: it is on the meta device.
+    """
+    from neuzip.kernels.packed_linear.triton import pack as triton_pack
+
+    out, columns = packed.shape
+    x = torch.empty(rows, columns, dtype=packed.dtype, device="meta")
+    added = torch.empty(out, dtype=packed.dtype, device="meta") if bias else None
+    if _multiply_packed(x, packed, added) is None:
+        triton_pack.decode(packed, 0, out, torch.empty(out, columns, dtype=packed.dtype, device="meta"))
+
+
 def _multiply_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weights.T + bias for x [rows, in], decoding some rows of the weights at a time."""
     out, columns = packed.shape

@@ -103,8 +103,9 @@ def generate(
 
     `loop` "transformers" is that of transformers, "static" a `GreedyDecoder`, on a GPU with its steps in a
     CUDA graph, and with memory for all tokens from the start. "auto" is the latter on one GPU, but for models
-    that cannot be captured or whose generation config asks for more: `not_static`. On a CPU "auto" is the
-    former. Both choose alike, but add in another order: nearly tied tokens may come out otherwise.
+    whose generation config asks for more: `not_static`. It gives the first token before it captures the
+    steps, and goes on without a graph if they cannot be captured. On a CPU "auto" is the former. Both choose
+    alike, but add in another order: nearly tied tokens may come out otherwise.
 
     Raises NeuzipError for "static" where `not_static` gives a reason or a GPU cannot capture, and for both if
     memory for the KV cache runs out; UsageError for an empty string in `stop`.
@@ -116,7 +117,13 @@ def generate(
         decoder, reason = _decoder(model, prompt, kv_bits, loop)
         with _seeded(seed, input_device(model)):
             if decoder is not None:
-                tokens = _decode(decoder, prompt, sampling, stream)
+                try:
+                    chosen = decoder.prefill(prompt.ids)
+                except NotGraphable as error:
+                    decoder, reason = None, error.reason
+            if decoder is not None:
+                tokens, failure = _decode(decoder, chosen, prompt, sampling, stream)
+                reason = reason if failure is None else failure
                 cache = None if kv_bits is None else (decoder.cache_bytes, decoder.attention)
             else:
                 tokens, cache = _by_transformers(model, prompt, sampling, kv_bits, stream)
@@ -178,7 +185,7 @@ def _decoder(
         return None, reason
     capacity = prompt.ids.shape[1] + prompt.max_new_tokens
     try:
-        decoder = GreedyDecoder(model, 1, capacity, kv_bits=kv_bits)
+        decoder = GreedyDecoder(model, 1, capacity, kv_bits=kv_bits, later=loop == "auto")
     except NotGraphable as error:
         if loop == "static":
             raise
@@ -188,35 +195,43 @@ def _decoder(
             f"{type(model).__name__}: no memory for keys and values of {capacity:,} tokens at once",
             "give a smaller `max_new_tokens`, or `graph=False`, which takes memory as the text grows",
         ) from error
-    if decoder.graphed:
+    if decoder.graphed or decoder.waits:
         return decoder, None
     reason = "it is not on one GPU alone, or keeps something else than keys and values"
     return (decoder if loop == "static" else None), reason
 
 
-def _decode(decoder: GreedyDecoder, prompt: Prompt, sampling: Sampling, stream: TextStream) -> list[int]:
-    """The new tokens, told as they come.
+def _decode(
+    decoder: GreedyDecoder, chosen: torch.Tensor, prompt: Prompt, sampling: Sampling, stream: TextStream
+) -> tuple[list[int], str | None]:
+    """The new tokens, told as they come, and why steps could not be captured. `chosen` follows the prompt.
 
     A step is launched before the token it goes on with is read, so that a GPU does not wait for the host: one
     step is in vain where a text ends early.
     """
     ends, warpers = _ends(decoder.model.generation_config), sampling.warpers()
     tokens: list[int] = []
+    reason: str | None = None
     stream.put(prompt.ids)
-    chosen = decoder.prefill(prompt.ids)
     for left in reversed(range(prompt.max_new_tokens)):
         if warpers is not None:
             chosen = draw(decoder.logits, warpers)
             decoder.take(chosen)
-        arriving = _Arriving(chosen)
-        if left:
+        arriving, waits = _Arriving(chosen), decoder.waits
+        if left and not waits:
             chosen = decoder.step()
         tokens.append(arriving.token())
         stream.put(torch.tensor(tokens[-1:]))
         if tokens[-1] in ends or stream.stopped_after is not None:
             break
+        if left and waits:  # nobody waits for the first token any longer
+            try:
+                decoder.capture()
+            except NotGraphable as error:
+                reason = error.reason
+            chosen = decoder.step()
     stream.end()
-    return tokens
+    return tokens, reason
 
 
 class _Arriving:

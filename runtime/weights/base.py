@@ -20,6 +20,9 @@ from neuzip.errors import NeuzipError
 from neuzip.runtime import buffers
 from neuzip.runtime.buffers import DecodeUnit
 
+SMALLEST = 1 << 16
+"""Weights from which on a parameter is compressed: below, a kernel's launch costs more than memory's."""
+
 LARGEST = 128 << 20
 """Dense bytes that are decoded at a time, and coded together."""
 

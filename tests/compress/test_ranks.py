@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import forked
 import numpy as np
 import pytest
 from hypothesis import given
@@ -332,16 +333,18 @@ def test_torchrun(
         pytest.param(2, 3, 2, id="shared files"),
     ],
 )
-def test_a_killed_rank(victim: int, world: int, shards: int, tmp_path: Path, save: Save) -> None:
+def test_a_killed_rank(
+    victim: int, world: int, shards: int, tmp_path: Path, save: Save, forks: forked.Server
+) -> None:
     root = make(tmp_path / "model", save, shards, 24_000_000 // shards)
     compress(root, tmp_path / "one")
     expected, target = folder_bytes(tmp_path / "one"), tmp_path / "all"
-    run = torchrun(world, "--no-python", "neuzip", "compress", root, target, "--quiet", cwd=tmp_path)
+    run = forks.start("neuzip", "compress", root, target, "--quiet", cwd=tmp_path, ranks=world)
     left = partial(target)
     pattern = "neuzip/scratch-*/rank-*" if shards < world else "*.safetensors"
     while not list(left.glob(pattern)) and run.poll() is None:
         time.sleep(0.005)
-    os.kill(rank_of(run.pid, victim), signal.SIGKILL)
+    os.kill(run.rank(victim), signal.SIGKILL)
     stdout, stderr = run.communicate(timeout=300)
     assert run.returncode != 0
     assert stdout == ""
@@ -353,17 +356,10 @@ def test_a_killed_rank(victim: int, world: int, shards: int, tmp_path: Path, sav
     assert folder_bytes(target) == expected
 
 
-def rank_of(agent: int, rank: int) -> int:
-    """The process of a rank that torchrun started."""
-    for task in Path(f"/proc/{agent}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"):
-                return int(pid)
-    raise AssertionError(f"there is no rank {rank}")
-
-
 @pytest.mark.slow
-def test_an_error_on_one_rank_ends_all_of_them_with_one_message(tmp_path: Path, save: Save) -> None:
+def test_an_error_on_one_rank_ends_all_of_them_with_one_message(
+    tmp_path: Path, save: Save, forks: forked.Server
+) -> None:
     root = make(tmp_path / "model", save, 4, 9000)
     script = tmp_path / "script.py"
     script.write_text(
@@ -377,7 +373,7 @@ def test_an_error_on_one_rank_ends_all_of_them_with_one_message(tmp_path: Path, 
         "ContainerJob.make = make\n"
         "sys.exit(run())\n"
     )
-    run = torchrun(2, script, "compress", root, tmp_path / "all", cwd=tmp_path)
+    run = forks.start(script, "compress", root, tmp_path / "all", cwd=tmp_path, ranks=2)
     stdout, stderr = run.communicate(timeout=300)
     assert run.returncode != 0
     assert stdout == ""
@@ -386,16 +382,18 @@ def test_an_error_on_one_rank_ends_all_of_them_with_one_message(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_wrong_options_are_said_once(tmp_path: Path, save: Save) -> None:
+def test_wrong_options_are_said_once(tmp_path: Path, save: Save, forks: forked.Server) -> None:
     root = make(tmp_path / "model", save, 1, 9000)
-    run = torchrun(2, "--no-python", "neuzip", "compress", root, root / "inside", cwd=tmp_path)
+    run = forks.start("neuzip", "compress", root, root / "inside", cwd=tmp_path, ranks=2)
     _, stderr = run.communicate(timeout=300)
     assert run.returncode != 0
     assert len(errors(stderr)) == 1 and "choose a DST outside" in stderr
 
 
 @pytest.mark.slow
-def test_ranks_without_torchrun_and_a_store_that_dies_with_rank_0(tmp_path: Path, save: Save) -> None:
+def test_ranks_without_torchrun_and_a_store_that_dies_with_rank_0(
+    tmp_path: Path, save: Save, forks: forked.Server
+) -> None:
     """Another launcher has rank 0 hold the store, and stops nobody."""
     root = make(tmp_path / "model", save, 8, 3_000_000)
     compress(root, tmp_path / "one")
@@ -403,19 +401,18 @@ def test_ranks_without_torchrun_and_a_store_that_dies_with_rank_0(tmp_path: Path
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [BIN / "neuzip", "compress", root, tmp_path / "all"]
     ranks = [
-        subprocess.Popen(
-            command, env=environment | {"RANK": str(rank), "LOCAL_RANK": "0"}, cwd=tmp_path,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        forks.start(
+            "neuzip", "compress", root, tmp_path / "all", cwd=tmp_path,
+            environment=environment | {"RANK": str(rank), "LOCAL_RANK": "0"},
         )
         for rank in range(2)
     ]  # fmt: skip
     while not list(partial(tmp_path / "all").glob("*.safetensors")) and ranks[0].poll() is None:
         time.sleep(0.005)
-    ranks[0].kill()
+    os.kill(ranks[0].pid, signal.SIGKILL)
     _, stderr = ranks[1].communicate(timeout=300)
-    ranks[0].communicate()
+    ranks[0].wait(timeout=300)
     assert ranks[1].returncode == 1
     assert len(errors(stderr)) == 1 and "rendezvous" in stderr and "Traceback" not in stderr
     assert not (tmp_path / "all").exists()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_results_come_in_the_order_of_windows_whoever_measured(world):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_figures_of_one(tmp_path: Path):
+def test_two_processes_give_the_figures_of_one(tmp_path: Path, forks: forked.Server):
     """And only the first of them speaks."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, again and again.\n" * 40)
@@ -99,17 +100,15 @@ def test_two_processes_give_the_figures_of_one(tmp_path: Path):
         "--json",
     ]
     command += ["--max-tokens", "400", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    for name in ("WORLD_SIZE", "RANK"):
-        environment.pop(name, None)
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    said = [
-        subprocess.run(
-            [str(part) for part in [*prefix, *command]],
-            env=environment, capture_output=True, text=True, check=True, timeout=300, cwd=tmp_path,
-        ).stdout
-        for prefix in ([], torchrun)
-    ]  # fmt: skip
+    one_process = forks.start(*command, cwd=tmp_path)
+    two_processes = subprocess.run(
+        [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", *map(str, command)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True, timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    stdout, stderr = one_process.communicate(timeout=300)
+    assert one_process.returncode == 0, stderr
+    said = stdout, two_processes.stdout
     one, two = (json.loads(answer) for answer in said)
     assert (one.pop("processes"), two.pop("processes")) == (1, 2)
     assert [answer["report"]["setting"].pop("processes") for answer in (one, two)] == ["1", "2"]

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -189,22 +189,24 @@ def test_a_stopped_run_goes_on_with_what_is_missing(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path: Path):
+def test_a_killed_run_goes_on(tmp_path: Path, forks: forked.Server):
     command = [
-        sys.executable, "-m", "neuzip.cli", "sweep", CHECKPOINT, "--text", "demo", "--max-tokens", "512",
+        "neuzip", "sweep", CHECKPOINT, "--text", "demo", "--max-tokens", "512",
         "--schemes", "lossless,k5,k3,k0", "--blocks", "", "--output", tmp_path / "out", "--json",
     ]  # fmt: skip
-    started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    started = forks.start(*command, cwd=tmp_path)
     try:
         end = time.monotonic() + 600
         while not (tmp_path / "out" / "k5.json").exists() and time.monotonic() < end:
             time.sleep(0.01)
     finally:
         os.kill(started.pid, signal.SIGKILL)
-        started.wait()
+        started.wait(timeout=60)
     first = (tmp_path / "out" / "lossless.json").read_bytes()
-    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    result = json.loads(done.stdout)
+    again = forks.start(*command, cwd=tmp_path)
+    stdout, stderr = again.communicate(timeout=600)
+    assert again.returncode == 0, stderr
+    result = json.loads(stdout)
     assert 2 <= result["resumed"] < 4
     assert [row["scheme"] for row in result["rows"]] == ["lossless", "k5", "k3", "k0"]
     assert (tmp_path / "out" / "lossless.json").read_bytes() == first

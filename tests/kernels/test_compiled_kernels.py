@@ -162,7 +162,7 @@ print(json.dumps(shared))
     [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 1)],
     ids=["linear heads", "attention", "keys and values", "steps", "decoders"],
 )
-def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):
-    shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path))
+def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path, kernel_cache: Path):
+    shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path, kernel_cache))
     assert len(shared) >= kernels, shared
     assert max(shared.values()) <= SHARED_MEMORY, shared

@@ -332,12 +332,12 @@ for dtype, drop, columns, biased in (
 
 
 @pytest.mark.slow
-def test_products_are_under_way_while_weights_are_unpacked(tmp_path):
+def test_products_are_under_way_while_weights_are_unpacked(tmp_path, kernel_cache):
     """Each warp group asks for the products of a turn, eight instructions, and waits once for all of them.
 
     The compiler says nothing where it cannot have that, but waits after every instruction.
     """
-    kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
+    kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()]
     assert len(kernels) == 3
     for shared, *instructions in kernels:
         assert int(shared) <= 227 << 10

@@ -409,12 +409,12 @@ for size, dtype, by_row, bias in (
 
 
 @pytest.mark.slow
-def test_products_of_two_steps_are_in_flight_together(tmp_path: Path):
+def test_products_of_two_steps_are_in_flight_together(tmp_path: Path, kernel_cache: Path):
     """Each warp group issues those of two steps, four or eight instructions each, and waits once for all.
 
     Where the compiler cannot do that it says nothing, but waits after every instruction.
     """
-    kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
+    kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()]
     assert len(kernels) == 4
     for number, (shared, *instructions) in enumerate(kernels):
         assert int(shared) <= 227 << 10

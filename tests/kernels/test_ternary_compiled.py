@@ -156,8 +156,10 @@ assert ("clipped", True) in seen
 
 
 @pytest.mark.slow
-def test_kernels_compile(tmp_path: Path):
-    lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
+def test_kernels_compile(tmp_path: Path, kernel_cache: Path):
+    lines = [
+        line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()
+    ]
     assert {name for name, *_ in lines} == {
         "_quantize_kernel", "one_token_kernel", "skipping_glu_kernel", "whole_glu_kernel",
         "few_tokens_kernel", "_unpack", "_multiply_kernel", "_grouped_kernel",

@@ -320,7 +320,7 @@ def test_text_from_a_graph(options: dict[str, Any], residency: str, small: Path,
 
 
 @pytest.mark.gpu
-def test_what_cannot_be_captured_goes_on_in_transformers_loop(device: torch.device):
+def test_what_cannot_be_captured_goes_on_without_a_graph(device: torch.device):
     prompt = Prompt("a", torch.tensor([[0, 1, 2]]), words(), 8)
     made = generate(opt().to(device).eval(), prompt)
     assert not made.graphed and made.not_graphed

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import NO_COLLECTOR
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -290,7 +291,7 @@ from transformers import AutoModelForCausalLM
 print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
 """
     said = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "model")],
+        [sys.executable, "-c", NO_COLLECTOR + program, str(tmp_path / "model")],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert said.stdout.strip() == "NormPlacementForCausalLM", said.stderr

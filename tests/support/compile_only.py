@@ -1,7 +1,7 @@
 """Kernels compiled as they are launched, for a card of compute capability 9.0 that need not be there.
 
-    compile_only.watch(see)              in a process of its own, for which Triton's interpreter is off
-    compile_only.said_by(script, folder) that process, from a test
+    compile_only.watch(see)                     in a process of its own, for which Triton's interpreter is off
+    compile_only.said_by(script, folder, cache) that process, from a test
 
 The driver has a name only: nothing runs.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked import NO_COLLECTOR
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -44,14 +45,22 @@ def watch(see: Callable[[Any, Any, dict[str, Any]], None]) -> None:
     JITFunction.run = compile_only
 
 
-def said_by(script: str, folder: Path) -> str:
-    """What a script prints, run in a folder that also keeps what is compiled."""
+def said_by(script: str, folder: Path, cache: Path) -> str:
+    """What a script prints, run in a folder.
+
+    Triton keeps in `cache` what it compiles. The key covers the sources, the arguments, the options and the
+    versions of Triton and ptxas, so only unchanged kernels are read from there.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder)
+    environment["TRITON_CACHE_DIR"] = str(cache)
     paths = str(Path(__file__).parent), environment.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     said = subprocess.run(
-        [sys.executable, "-P", "-c", script], env=environment, cwd=folder, capture_output=True, text=True
+        [sys.executable, "-P", "-c", NO_COLLECTOR + script],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert said.returncode == 0, said.stderr[-2000:]
     return said.stdout

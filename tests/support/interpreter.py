@@ -26,6 +26,10 @@ def quicken() -> None:
     leave_out_checks_of_overflow()
     remember_types()
     pass_over_like_operands()
+    pass_over_like_integers()
+    unwrap_only_constants()
+    call_builtins_directly()
+    leave_out_checks_of_sizes()
 
 
 def look_up_names_once() -> None:
@@ -159,3 +163,56 @@ def pass_over_like_operands() -> None:
         return left, right
 
     TritonSemantic.binary_op_type_checking_impl = alike
+
+
+def pass_over_like_integers() -> None:
+    """Two integers of one type stay as they are in bitwise operations."""
+    make_alike = TritonSemantic.bitwise_op_type_checking_impl
+    integers = {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
+
+    def alike(self: Any, lhs: Any, rhs: Any) -> Any:
+        lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs)
+        if lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in integers:
+            return lhs, rhs
+        return make_alike(self, lhs, rhs)
+
+    TritonSemantic.bitwise_op_type_checking_impl = alike
+
+
+def unwrap_only_constants() -> None:
+    """Each operand is looked at as a list, as two kinds of tuple and as a constant; most are none of them."""
+    unwrap = tl.core._unwrap_if_constexpr
+    plain = {tl.core.tensor, tl.core.dtype, tl.core.block_type, int, float, bool, str, type(None), slice}
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    tl.core._unwrap_if_constexpr = unwrapped
+
+
+def call_builtins_directly() -> None:
+    """A built-in is called through functions that check for the argument which is passed here."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch_attribute(place: object, name: str, member: Any, builder: object, scope: Any) -> None:
+        function = inspect.unwrap(member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = patch_attribute
+
+
+def leave_out_checks_of_sizes() -> None:
+    """Whether the array of a new handle has the size of its dtype is checked for each operation."""
+    del interpreter.TensorHandle.__post_init__
+    make = interpreter.TensorHandle.__init__
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    assert list(inspect.signature(make).parameters) == ["self", "data", "dtype", "attr"]
+    interpreter.TensorHandle.__init__ = init

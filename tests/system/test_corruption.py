@@ -9,6 +9,7 @@ touched. The generators are seeded by the numbers that a failure names.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -554,9 +555,17 @@ def main(first: int, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_attacks_stay_within_bounds(tmp_path: Path) -> None:
-    """The kernels compiled with NUMBA_BOUNDSCHECK: an index out of bounds raises IndexError."""
-    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+def test_attacks_stay_within_bounds(kernel_cache: Path, root: Path) -> None:
+    """The kernels compiled with NUMBA_BOUNDSCHECK: an index out of bounds raises IndexError.
+
+    What is compiled is kept for these sources: numba itself looks only at the file of a function, not at
+    those of the functions that it calls.
+    """
+    sources = hashlib.sha256()
+    for path in sorted((root / "kernels").rglob("*.py")):
+        sources.update(path.read_bytes())
+    cache = kernel_cache / f"bounds-{sources.hexdigest()[:16]}"
+    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(cache)}
     ran = subprocess.run(
         [sys.executable, "-I", __file__, "0", "600"],
         env=environment, capture_output=True, text=True,

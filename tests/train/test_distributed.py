@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BIN = Path(sys.executable).parent
 CPU = torch.device("cpu")
 Write = Callable[..., Path]
+TwoRanks = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -41,21 +43,34 @@ def write(tmp_path: Path, root: Path) -> Write:
     return make
 
 
-def torchrun(folder: Path, *command: object, gpus: bool = False) -> subprocess.Popen[str]:
-    """Start two processes, which see no GPU if they are not to."""
+def torchrun(folder: Path, *command: object, gpus: bool = False) -> tuple[int, str, str]:
+    """Exit code and output of two processes, which see no GPU if they are not to."""
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     if not gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.Popen(
+    done = subprocess.run(
         [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *map(str, command)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder,
+        capture_output=True, text=True, env=environment, cwd=folder, timeout=600,
     )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
 
 
-def finished(run: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = run.communicate(timeout=600)
-    return run.returncode, stdout, stderr
+@pytest.fixture
+def two_ranks(forks: forked.Server, tmp_path: Path) -> TwoRanks:
+    """Exit code and output of a command in two processes of torchrun's agent, which see no GPU."""
+
+    def run(*command: object) -> tuple[int, str, str]:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")
+        }
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        process = forks.start(*command, cwd=tmp_path, ranks=2, environment=environment)
+        stdout, stderr = process.communicate(timeout=600)
+        assert process.returncode is not None
+        return process.returncode, stdout, stderr
+
+    return run
 
 
 def errors(stderr: str) -> list[str]:
@@ -74,9 +89,7 @@ def weights(out: Path) -> bytes:
 def test_two_processes_are_one_with_half_a_micro_batch(
     write: Write, neuzip: Callable[..., Any], tmp_path: Path
 ) -> None:
-    code, stdout, stderr = finished(
-        torchrun(tmp_path, "--no-python", "neuzip", "train", write("two"), "--json")
-    )
+    code, stdout, stderr = torchrun(tmp_path, "--no-python", "neuzip", "train", write("two"), "--json")
     assert code == 0, stderr
     said = json.loads(stdout)  # one of them speaks
     assert (said["processes"], said["steps"]) == (2, 4)
@@ -94,7 +107,7 @@ def test_two_gpus_learn_what_one_does(write: Write, neuzip: Callable[..., Any], 
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     command = ("--no-python", "neuzip", "train", write("two", device="cuda", steps=20), "--json")
-    code, stdout, stderr = finished(torchrun(tmp_path, *command, gpus=True))
+    code, stdout, stderr = torchrun(tmp_path, *command, gpus=True)
     assert code == 0, stderr
     assert json.loads(stdout)["processes"] == 2
     assert neuzip("train", write("one", device="cuda", steps=20, micro_batch_size=2)).exit_code == 0
@@ -141,14 +154,13 @@ def meddling(folder: Path, what: str) -> Path:
 
 @pytest.mark.slow
 def test_a_signal_to_one_stops_all_after_the_same_step_and_they_go_on(
-    write: Write, neuzip: Callable[..., Any], tmp_path: Path
+    write: Write, neuzip: Callable[..., Any], two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     what = "if os.environ['RANK'] == '1' and self.steps == 2: os.kill(os.getpid(), signal.SIGINT)"
-    code, _, stderr = finished(torchrun(tmp_path, meddling(tmp_path, what), "train", write("two")))
+    code, _, stderr = two_ranks(meddling(tmp_path, what), "train", write("two"))
     assert code != 0 and "stopped after step 2; resume with --resume" in stderr
     assert errors(stderr) == ["error: interrupted"]
-    command = ("--no-python", "neuzip", "train", write("two"), "--resume")
-    code, _, stderr = finished(torchrun(tmp_path, *command))
+    code, _, stderr = two_ranks("neuzip", "train", write("two"), "--resume")
     assert code == 0 and "resuming after step 2" in stderr
     assert neuzip("train", write("one", micro_batch_size=2)).exit_code == 0
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
@@ -169,17 +181,19 @@ def test_a_signal_to_one_stops_all_after_the_same_step_and_they_go_on(
     ids=["an error", "death"],
 )
 def test_when_one_fails_all_end_with_one_message(
-    what: str, said: str, victim: int, write: Write, tmp_path: Path
+    what: str, said: str, victim: int, write: Write, two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     script = meddling(tmp_path, f"if os.environ['RANK'] == '{victim}' and self.steps == 2: {what}")
-    code, stdout, stderr = finished(torchrun(tmp_path, script, "train", write("two", steps=400)))
+    code, stdout, stderr = two_ranks(script, "train", write("two", steps=400))
     assert code != 0 and stdout == ""
     assert errors(stderr) == [said], stderr
     assert not (tmp_path / "two" / "model").exists()
 
 
 @pytest.mark.slow
-def test_texts_that_differ_between_processes_are_refused(write: Write, tmp_path: Path) -> None:
+def test_texts_that_differ_between_processes_are_refused(
+    write: Write, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
     texts = [tmp_path / f"{rank}.txt" for rank in range(2)]
     for rank, text in enumerate(texts):
         text.write_text(f"These are the words of process {rank}. " * 100)
@@ -192,9 +206,7 @@ def test_texts_that_differ_between_processes_are_refused(write: Write, tmp_path:
         "train._documents = lambda sources: own([os.environ['RANK'] + '.txt'])\n"
         "sys.exit(run())\n"
     )
-    code, _, stderr = finished(
-        torchrun(tmp_path, script, "train", write("two", text=[str(t) for t in texts]))
-    )
+    code, _, stderr = two_ranks(script, "train", write("two", text=[str(t) for t in texts]))
     assert code != 0 and not (tmp_path / "two").exists()
     assert errors(stderr) == ["error: the processes have different texts or tokenizers"]
 

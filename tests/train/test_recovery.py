@@ -221,13 +221,12 @@ def kld(original: Path, model: nn.Module) -> float:
     "settings",
     [
         {},
-        {"group": "row"},
         {"scales": "absmean", "strength": 0.3},
         {"sub_norms": True},
         {"activations": "a4.8"},
-        {"loss": LossWeights(1.0, 0.2, 0.5, 2.0), "noise": 0.05},
+        {"group": "row", "loss": LossWeights(1.0, 0.2, 0.5, 2.0), "noise": 0.05},
     ],
-    ids=["learned", "rows", "absmean", "sub-norms", "a4.8", "all-losses"],
+    ids=["learned", "absmean", "sub-norms", "a4.8", "rows-all-losses"],
 )
 def test_a_course_recovers(settings, original: Path, tmp_path: Path):
     """After it the model, as it runs, is much nearer to the original; what is stored is exactly ternary."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from neuzip.kernels.device.counters import counters
-from neuzip.kernels.device.launch import FREE, PreparedLaunch
+from neuzip.kernels.device.launch import launch
 from neuzip.kernels.device.properties import multiprocessors
-from neuzip.kernels.device.start import BoxedTensor, TensorBox
 from neuzip.kernels.packed_linear.form import TURN, PackedLayout
 from neuzip.kernels.packed_linear.gluon.multiply import many_rows
 from neuzip.kernels.packed_linear.tensor import PackedTensor
@@ -21,49 +20,46 @@ from neuzip.kernels.tuning import launch_for
 GROUP_ROWS = 64
 """Rows of the weights of a warp group."""
 
-LEAST_TURNS = 2
-"""Turns of 128 columns that a program has, at least: with fewer, adding sums takes longer than multiplying."""
-
-IN_CACHE = 40 << 20
-"""Bytes of x and of words that stay in the L2 cache."""
-
 SWIZZLED, PLAIN = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
 """How x and y, and words, lie in shared memory."""
 
 
-class Sharing(NamedTuple):
+class Plan(NamedTuple):
     """How blocks of y are shared out to programs: as many whole ones to each, and parts of those that are cut."""
 
+    tile: int
+    """Rows of x of a block."""
+    groups: int
+    """Warp groups of a program, which have 64 rows of the weights each."""
     programs: int
     blocks: int
-    cut: int = 0
+    cut: int
     """The last blocks, which are cut between turns."""
-    cutters: int = 0
-    """Programs that share these."""
+    cutters: int
+    """Programs that share these, as many for each of them."""
 
 
 @functools.cache
-def sharing(blocks: int, turns: int, processors: int, in_step: bool) -> Sharing:
-    """Programs that are done at about the same time.
+def plan(rows: int, out: int, turns: int, device: torch.device) -> Plan:
+    """The plan for x of so many rows, and so many rows and turns of 128 columns of the weights, that takes least.
 
-    Where the L2 cache holds everything, the blocks beyond whole waves, and those of the last wave, are cut anywhere. With
-    `in_step` programs should read the same columns at the same time: blocks of the last wave alone are cut,
-    each in the same number of parts.
-
-    >>> sharing(320, 40, 132, False), sharing(320, 40, 132, True)
-    (Sharing(programs=132, blocks=320, cut=188, cutters=132), Sharing(programs=132, blocks=320, cut=56, cutters=112))
-    >>> sharing(264, 32, 132, False), sharing(2, 1, 132, False)
-    (Sharing(programs=132, blocks=264, cut=0, cutters=0), Sharing(programs=2, blocks=2, cut=0, cutters=0))
+    Whole blocks fill waves. Those beyond are cut into as many parts each, all of the same turns, so that programs
+    read the same columns of x at the same time: the L2 cache then reads them once for several.
     """
-    waves, rest = divmod(blocks, processors)
-    most = min(processors, blocks * turns // LEAST_TURNS)
-    if rest == 0 or (waves == 0 and most <= blocks):
-        return Sharing(min(blocks, processors), blocks)
-    if waves == 0:
-        return Sharing(most, blocks, blocks, most)
-    if in_step:
-        return Sharing(processors, blocks, rest, processors // rest * rest)
-    return Sharing(processors, blocks, rest + processors, processors)
+    processors = multiprocessors(device)
+    plans = []
+    for config in launch_for("packed_linear.many_rows_time", device)["tiles"]:
+        tile, groups = config["tile"], config["groups"]
+        blocks = -(-out // (groups * GROUP_ROWS)) * -(-rows // tile)
+        waves, rest = divmod(blocks, processors)
+        for parts in range(1, (min(processors // rest, turns) if rest else 1) + 1):
+            cut = rest if parts > 1 else 0
+            programs = processors if waves else max(1, rest * parts)
+            last = -(-turns // parts) * config["turn"] if rest else 0.0
+            adding = config["cut"] + parts * config["part"] if cut else 0.0
+            seconds = waves * turns * config["turn"] + last + adding
+            plans.append((seconds, Plan(tile, groups, programs, blocks, cut, cut * parts)))
+    return min(plans)[1]
 
 
 def can_multiply(packed: PackedTensor) -> bool:
@@ -78,74 +74,39 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     """
     out, columns = packed.shape
     rows = x.numel() // columns
-    y = x.new_empty(*x.shape[:-1], out)
+    y = torch.empty(*x.shape[:-1], out, dtype=x.dtype, device=x.device)
     if x.data_ptr() % 16:
         x = x.clone()
-    plan = _plan(rows, out, columns, packed.words.nbytes, x.device)
-    share = plan.share
-    if share.cut:
-        groups = plan.groups * share.programs
-        parts = x.new_empty(groups, GROUP_ROWS, plan.tile, dtype=torch.float32)
-        counted = counters(x.device, groups)
-    else:
-        parts, counted = _nothing(x.device)
-    packed.once(plan.name, plan.prepare)(
-        (share.programs,),
-        BoxedTensor(x, (rows, columns), (columns, 1), plan.x_box),
-        BoxedTensor(y, (rows, out), (out, 1), plan.y_box),
-        bias, parts, counted, share.blocks, share.cut, share.cutters, plan.rounds,
+    turns = columns // TURN
+    tile, groups, programs, blocks, cut, cutters = plan(rows, out, turns, x.device)
+    parts = torch.empty(groups * programs if cut else 0, GROUP_ROWS, tile, dtype=torch.float32, device=x.device)
+    arrays, constants = packed.once(f"many rows, {tile}, {groups}", functools.partial(_of_weights, tile, groups))
+    launch(
+        many_rows, (programs,),
+        TensorDescriptor(x, [rows, columns], [columns, 1], [tile, 64], SWIZZLED),
+        TensorDescriptor(y, [rows, out], [out, 1], [min(tile, 128), 64], SWIZZLED),
+        *arrays, bias, parts, counters(x.device, len(parts)), packed.base, 2.0**packed.shift, blocks, cut, cutters,
+        turns, -(-rows // tile), packed.words.shape[0], out, **constants, pdl=True, device=x.device,
     )  # fmt: skip
     return y
 
 
-class Plan(NamedTuple):
-    """What products of one shape have in common."""
-
-    tile: int
-    groups: int
-    rounds: int
-    share: Sharing
-    x_box: TensorBox
-    y_box: TensorBox
-    name: str
-    prepare: Callable[[PackedTensor], PreparedLaunch]
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(rows: int, out: int, columns: int, word_bytes: int, device: torch.device) -> Plan:
-    tile, groups = launch_for("packed_linear.many_rows_tile", device, rows=rows).values()
-    rounds = -(-rows // tile)
-    in_step = word_bytes + 2 * rows * columns > IN_CACHE
-    blocks = -(-out // (groups * GROUP_ROWS)) * rounds
-    share = sharing(blocks, columns // TURN, multiprocessors(device), in_step)
-    x_box, y_box = TensorBox((tile, 64), SWIZZLED), TensorBox((min(tile, 128), 64), SWIZZLED)
-    prepare = functools.partial(_prepared, tile, groups)
-    return Plan(tile, groups, rounds, share, x_box, y_box, f"many rows, {tile}, {groups}", prepare)
-
-
-@functools.cache
-def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts and counters of a launch that cuts no block."""
-    return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
-
-
-def _prepared(tile: int, groups: int, packed: PackedTensor) -> PreparedLaunch:
-    """The launch for weights. It takes x, y, bias, parts, counters, and how blocks are shared out."""
-    words, out = packed.words.flatten(2), packed.shape[0]
+def _of_weights(tile: int, groups: int, packed: PackedTensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a launch is given of weights, and what it is compiled for."""
+    tiles, planes, lanes = packed.words.shape[:3]
     first, other = planes_of_halves(packed.layout)
-    config = launch_for(
-        "packed_linear.many_rows", packed.device, tile=tile, groups=groups, planes=words.shape[1]
-    )
-    words_box = TensorBox((4 if groups == 3 else 4 * groups, 1, 64), PLAIN)
-    return PreparedLaunch(
-        many_rows, FREE, FREE, BoxedTensor(words, words.shape, words.stride(), words_box),
+    arrays = (
+        TensorDescriptor.from_tensor(packed.words.view(tiles, planes, lanes * 16), [4 if groups == 3 else 4 * groups, 1, 64], PLAIN),
         packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
-        packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, FREE, FREE, FREE,
-        packed.shape[1] // TURN, FREE, len(words), out,
-        LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
-        ROWS=tile, GROUPS=groups, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],
-        REGISTERS=config["registers"], num_warps=4, pdl=True, device=packed.device,
+        packed.turn_escapes,
     )  # fmt: skip
+    config = launch_for("packed_linear.many_rows", packed.device, tile=tile, groups=groups, planes=planes)
+    constants = {
+        "LOW": packed.low_bits, "HALF": packed.dtype == torch.float16, "FIRST_HALF": first,
+        "OTHER_HALF": other, "ROWS": tile, "GROUPS": groups, "STAGES": config["x_stages"],
+        "WORD_STAGES": config["word_stages"], "REGISTERS": config["registers"], "num_warps": 4,
+    }  # fmt: skip
+    return arrays, constants
 
 
 @functools.cache

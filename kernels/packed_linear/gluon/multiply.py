@@ -61,7 +61,7 @@ def _share(sharing):
     _, _, blocks, cut, cutters, turns = sharing
     programs = gl.num_programs(0)
     rank = programs - 1 - gl.program_id(0)  # others' sums come from programs with a lower number
-    whole = (blocks - cut) // programs
+    whole = (blocks - cut + programs - 1 - rank) // programs
     begin = gl.minimum(rank, cutters) * (cut * turns) // gl.maximum(cutters, 1)
     end = gl.minimum(rank + 1, cutters) * (cut * turns) // gl.maximum(cutters, 1)
     return rank, whole, begin, end, whole + (end + turns - 1) // turns - begin // turns
