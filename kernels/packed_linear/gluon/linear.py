@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
 
 from neuzip.kernels.device.counters import counters
-from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.launch import FREE, PreparedLaunch
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.device.start import BoxedTensor, TensorBox
 from neuzip.kernels.packed_linear.form import TURN, PackedLayout
@@ -27,14 +27,14 @@ TILES = (16, 32, 64, 128, 256)
 """Rows of x that a program can multiply at a time."""
 
 SHARES = ((1, 1), *((1, q) for q in range(2, 9)), (2, 3), (2, 5), (3, 4), (3, 5))
-"""Parts p / q of a block that programs can have: few places to begin at, so that many read the same columns."""
+"""Parts p / q of a block that programs can have: few starts, so that many read the same columns."""
 
 SWIZZLED, PLAIN = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
 """How x and y, and words, lie in shared memory."""
 
 
 class Plan(NamedTuple):
-    """How blocks of y are shared out to programs: as many whole ones to each, and parts of those that are cut."""
+    """How blocks of y are shared out to programs: whole ones, and parts of those that are cut."""
 
     tile: int
     """Rows of x of a block."""
@@ -50,8 +50,8 @@ class Plan(NamedTuple):
 def plan(rows: int, out: int, turns: int, device: torch.device) -> Plan:
     """The plan that probably takes least, for rows of x, rows of the weights, and turns of 128 columns.
 
-    Whole blocks fill waves of programs. Blocks beyond these are cut into parts of the same turns, by times from
-    the card's table: of a turn, of a cut, and of each part of which sums are added.
+    Whole blocks fill waves of programs. Blocks beyond these are cut into parts of the same turns, by times
+    from the card's table: of a turn, of a cut, and of each part of which sums are added.
     """
     processors = multiprocessors(device)
     plans = []
@@ -98,13 +98,11 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     tile, programs, blocks, cut, cutters = plan(rows, out, turns, device)
     groups = GROUPS * programs if cut else 0
     parts = torch.empty(groups, GROUP_ROWS, tile, dtype=torch.float32, device=device)
-    arrays, constants = packed.once(f"many rows, {tile}", functools.partial(_of_weights, tile))
     to_x, to_y = _boxes(tile)
-    launch(
-        many_rows, (programs,),
-        BoxedTensor(x, (rows, columns), (columns, 1), to_x), BoxedTensor(y, (rows, out), (out, 1), to_y),
-        *arrays, bias, parts, counters(device, groups), packed.base, 2.0**packed.shift, blocks, cut, cutters,
-        turns, -(-rows // tile), packed.words.shape[0], out, **constants, pdl=True, device=device,
+    packed.once(f"many rows, {tile}", functools.partial(_prepared, tile))(
+        (programs,), BoxedTensor(x, (rows, columns), (columns, 1), to_x),
+        BoxedTensor(y, (rows, out), (out, 1), to_y), bias, parts, counters(device, groups), blocks, cut,
+        cutters, -(-rows // tile),
     )  # fmt: skip
     return y
 
@@ -115,23 +113,22 @@ def _boxes(tile: int) -> tuple[TensorBox, TensorBox]:
     return TensorBox((tile, 64), SWIZZLED), TensorBox((min(tile, 128), 64), SWIZZLED)
 
 
-def _of_weights(tile: int, packed: PackedTensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a launch is given of weights, and what it is compiled for."""
+def _prepared(tile: int, packed: PackedTensor) -> PreparedLaunch:
+    """Launches with a weight: x, y, bias, parts, counters, blocks, cut, cutters and rounds come with each."""
     tiles, planes, lanes = packed.words.shape[:3]
     first, other = planes_of_halves(packed.layout)
     words = packed.words.view(tiles, planes, lanes * 16)
-    arrays = (
+    config = launch_for("packed_linear.many_rows", packed.device, tile=tile, planes=planes)
+    return PreparedLaunch(
+        many_rows, FREE, FREE,
         BoxedTensor(words, tuple(words.shape), words.stride(), TensorBox((4 * GROUPS, 1, 64), PLAIN)),
         packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
-        packed.turn_escapes,
+        packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, FREE, FREE, FREE,
+        packed.shape[1] // TURN, FREE, tiles, packed.shape[0],
+        LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
+        ROWS=tile, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],
+        REGISTERS=config["registers"], num_warps=4, pdl=True, device=packed.device,
     )  # fmt: skip
-    config = launch_for("packed_linear.many_rows", packed.device, tile=tile, planes=planes)
-    constants = {
-        "LOW": packed.low_bits, "HALF": packed.dtype == torch.float16, "FIRST_HALF": first,
-        "OTHER_HALF": other, "ROWS": tile, "STAGES": config["x_stages"],
-        "WORD_STAGES": config["word_stages"], "REGISTERS": config["registers"], "num_warps": 4,
-    }  # fmt: skip
-    return arrays, constants
 
 
 @functools.cache

@@ -5,13 +5,12 @@
     2 warp groups           words of 64 rows --> registers, unpacked --> warp-group instructions with x
                             [64, ROWS] sums --> shared memory --> y
 
-A group unpacks the next 64 columns while those before are multiplied, and the other group does the same beside
-it. No dense weight is ever in memory.
+A group unpacks the next 64 columns while those before are multiplied, and the other group does so beside it.
+No dense weight is ever in memory.
 
-Blocks of y, 128 columns and ROWS rows, are shared out so that all programs have the same number of turns. The
-blocks of the last wave, and of the one before it, are cut anywhere between turns: a program has `begin` to `end`
-of all their turns. Who has the first turn of a block adds the sums of the others to its own, in the order of
-their turns, and writes y. These wait for nobody, and were started before: see `device.counters`.
+A block of y has 128 columns and ROWS rows. A program has whole blocks, and part of the turns of blocks that are
+cut. Who has the first turn of a cut block adds the sums of the others to its own, in the order of their turns,
+and writes y. The others do not wait, and have lower numbers: see `device.counters`.
 
 What is prefetched early enough costs nothing. Words come by way of shared memory, as loads to registers share
 a few counters, on which whatever is used first waits for all. Far words and escapes are loaded two turns
@@ -55,8 +54,8 @@ _WORD_BYTES = gl.constexpr(8 * 64 * 4)  # of a turn and a plane
 def _share(sharing):
     """What a program has of all blocks: whole ones first, and then a part of the blocks that are cut.
 
-    Its rank, how many whole blocks it has, its first turn of the cut blocks and the one after its last, and how
-    many segments that makes with the whole blocks.
+    Its rank, how many whole blocks it has, its first turn of the cut blocks and the one after its last, and
+    how many segments that makes with the whole blocks.
     """
     _, _, blocks, cut, cutters, turns = sharing
     programs = gl.num_programs(0)
@@ -121,7 +120,7 @@ def _places(parts, ROWS: gl.constexpr):
 def _add_others(
     sums, sharing, first_turn, rank, t, GROUP: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr
 ):
-    """Add the sums of the programs that have the other turns of a block to those of the program with the first."""
+    """Add the sums of the programs that have the other turns of a block, in the order of the turns."""
     AT_ONCE: gl.constexpr = 1 if ROWS == 256 else (2 if ROWS == 128 else 4)
     parts, counters, _, _, _, turns = sharing
     places = _places(parts, ROWS)
@@ -269,7 +268,7 @@ def _multiply(
 def _load_words(
     shared, words, sharing, rounds, P: gl.constexpr, WORD_STAGES: gl.constexpr
 ):  # fmt: skip
-    """Words of every turn of a program, as soon as a stage is free. They are read before the kernel ahead ends."""
+    """Words of every turn of a program, as soon as a stage is free, before the kernel ahead has ended."""
     _, to_words, _, _, _, words_there, words_free = shared
     share = _share(sharing)
     turn_number = 0
@@ -311,15 +310,15 @@ def _load_x(
 
 @gluon.jit(do_not_specialize=["base", "blocks", "cut", "cutters", "turns", "rounds", "tiles", "N"])
 def many_rows(
-    x, y, words, far_index, far, turn_index, escapes, bias, parts, counters, base, scale, blocks, cut, cutters,
-    turns, rounds, tiles, N,
+    x, y, words, far_index, far, turn_index, escapes, bias, parts, counters, base, scale, blocks, cut,
+    cutters, turns, rounds, tiles, N,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """y = x @ weights.T + bias in blocks of ROWS rows and 128 columns of y, the last `cut` of them shared by `cutters` programs.
+    """y = x @ weights.T + bias in blocks of ROWS rows and 128 columns of y.
 
-    Blocks that follow each other share weights: of `rounds` blocks all are of the same 128 columns.
+    The last `cut` blocks are shared by `cutters` programs. Every `rounds` blocks share rows of the weights.
     """
     if USE_PDL:
         cuda.gdc_launch_dependents()
