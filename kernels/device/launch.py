@@ -168,7 +168,7 @@ def _start(start: Start, grid: tuple[int, ...], device: torch.device, values: li
     """Start a compiled kernel on the current stream of a device."""
     active = driver.active
     current = active.get_current_device()
-    if device.index is None or current == device.index:
+    if current == device.index or device.type != "cuda":
         start(grid, active.get_current_stream(current), values)
     else:
         with LAUNCHING, _guard(device):

@@ -169,6 +169,7 @@ class Start:
         function = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
         no_hooks = None, None, None
         no_scratch = None, None
+        self._fixed: tuple[Any, ...]
         self._takes_tuple = hasattr(launcher, "kernel_signature")
         if self._takes_tuple:  # Triton 3.7
             how = launcher.arg_annotations, launcher.kernel_signature

@@ -414,7 +414,7 @@ class GreedyDecoder:
         self._token.copy_(token)
 
     def _reset(self) -> None:
-        self._cache.reset()  # type: ignore[no-untyped-call]
+        self._cache.reset()
         self._position.zero_()
         self._token.zero_()
 

@@ -13,6 +13,8 @@ import compile_only
 import pytest
 import recording_driver
 import torch
+import torch.nn.functional as F
+import triton
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -21,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from neuzip.kernels.device.start import BoxedTensor, TensorBox, argument_kinds, triton_arguments
+from neuzip.runtime.weights import PackedWeight
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 WAYS = [*product((False, True), repeat=3)]
@@ -164,16 +167,14 @@ def run(self, *args, **options):
 JITFunction.run = run
 DEVICE = torch.device("cpu")
 
-def recorded(function, *args, options=None):
-    # Launch, and what was launched, after Triton has said what parameters the compiled kernel has.
-    compiled = own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **(options or {}))
-    signature = list(compiled.src.signature.values())
-    recording_driver.expect(signature)
-    own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **(options or {}))
-    by_triton, before = recording_driver.last(signature), recording_driver.count()
-    function(*args)
-    assert recording_driver.count() == before + 1
-    assert recording_driver.last(signature) == by_triton, (recording_driver.last(signature), by_triton)
+def triton_launch(*args, **options):
+    return own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **options)
+
+def recorded(function, *args):
+    # What a function launches, which has to be what Triton launches.
+    signature = list(triton_launch(*args).src.signature.values())
+    by_triton = recording_driver.recorded(signature, lambda: triton_launch(*args))
+    assert recording_driver.recorded(signature, lambda: function(*args)) == by_triton
     return by_triton
 
 def memory(offset, dtype=torch.float32):
@@ -274,21 +275,18 @@ for turn, room in enumerate(memory + memory):
     for shape in ((64, 64), (16, 256), (20, 64)):
         x = room[: shape[0] * shape[1]].view(shape)
         boxed, own = descriptor(x), descriptor(x).descriptor()
-        plain = own_run(copy, own, fixed.descriptor(), shape[0], x, grid=(4,), warmup=False, num_warps=4)
-        signature = list(plain.src.signature.values())
-        recording_driver.expect(signature)
-        own_run(copy, own, fixed.descriptor(), shape[0], x, grid=(4,), warmup=False, num_warps=4)
-        by_triton = recording_driver.last(signature)
+        def triton_launch():
+            other = own, fixed.descriptor(), shape[0], x
+            return own_run(copy, *other, grid=(4,), warmup=False, num_warps=4)
+        signature = list(triton_launch().src.signature.values())
+        by_triton = recording_driver.recorded(signature, triton_launch)
         runs.clear()
         for way in (
             lambda: launch(copy, (4,), boxed, fixed, shape[0], x, device=DEVICE, num_warps=4),
             lambda: launch(copy, (4,), own, fixed.descriptor(), shape[0], x, device=DEVICE, num_warps=4),
             lambda: prepared((4,), boxed, shape[0], x),
         ):
-            before = recording_driver.count()
-            way()
-            assert recording_driver.count() == before + 1
-            assert recording_driver.last(signature) == by_triton
+            assert recording_driver.recorded(signature, way) == by_triton
         assert not turn or not runs
 print(*signature, sep="\\\\n")
 """
@@ -308,7 +306,7 @@ weight = PackedWeight.of(torch.randn(1024, 256).bfloat16())  # by the reference,
 for module in (many_rows, few_rows):
     module.multiprocessors = lambda device: 132
 ops._on_gpu = ops.is_hopper = lambda device: True
-many_rows.pays = lambda x, packed: True
+many_rows.pays = lambda rows, packed: rows > 64
 
 def calls_of(product):
     called = []
@@ -341,3 +339,48 @@ def test_a_product_calls_few_functions(tmp_path: Path):
         rows, calls, launches, *called = line.split()
         assert int(calls) <= MOST_CALLS[int(rows)], called
         assert int(launches) == (2 if rows == "16" else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 64, 300, 2048])
+def test_products_past_triton_are_the_same_bits(rows: int):
+    """Of the same kernel, whoever launches it, wherever x lies, and on whichever stream."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    weight = torch.randn(1024, 512, device="cuda", generator=generator).bfloat16() * 0.02
+    memory = torch.randn(rows * 512 + 8, device="cuda", generator=generator).bfloat16()
+    packed = PackedWeight.of(weight)
+    aligned, other = memory[: rows * 512].view(rows, 512), memory[4 : 4 + rows * 512].view(rows, 512)
+    with torch.no_grad():
+        first = [F.linear(x, packed) for x in (aligned, other)]  # launched by Triton
+        for _ in range(3):
+            torch.full((rows, 1024), torch.nan, dtype=torch.bfloat16, device="cuda")  # what y is made of
+            for x, expected in zip((aligned, other), first, strict=True):
+                assert torch.equal(F.linear(x, packed), expected)
+                assert torch.equal(F.linear(x.clone(), packed), expected)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            late = F.linear(aligned, packed)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(late, first[0])
+    exact = F.linear(aligned.double(), weight.double())
+    assert (first[0].double() - exact).norm() <= 1.05 * (F.linear(aligned, weight).double() - exact).norm()
+
+
+@pytest.mark.gpu
+def test_a_profiler_sees_launches_past_triton():
+    packed, x = PackedWeight.of(torch.ones(64, 128, device="cuda").bfloat16()), torch.ones(1, 128).bfloat16()
+    names: list[str] = []
+
+    def see(metadata: Any) -> None:
+        names.append(metadata.get()["name"])
+
+    with torch.no_grad():
+        x = x.cuda()
+        y = [F.linear(x, packed) for _ in range(3)][-1]
+        triton.knobs.runtime.launch_enter_hook.add(see)
+        try:
+            assert torch.equal(F.linear(x, packed), y)
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(see)
+    assert names == ["_one_row"]

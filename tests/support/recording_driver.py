@@ -1,8 +1,8 @@
 """A CUDA driver that runs nothing and records launches, under Triton's own code for launching on a GPU.
 
-    recording_driver.activate(folder)    in a process of its own, for which Triton's interpreter is off
-    recording_driver.last(signature)     what the last launch was, with the bytes of its parameters
-    recording_driver.count()             how many launches there were
+    recording_driver.activate(folder)           in a process of its own, for which Triton's interpreter is off
+    recording_driver.recorded(signature, call)  the launch that a call makes, with the bytes of its parameters
+    recording_driver.count()                    how many launches there were
 
 `libcuda.so.1` is compiled from the C below, so a C compiler has to be there, as for every launch with Triton.
 Tensors are on the CPU: the driver takes every address.
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ void recorder_read(uint32_t *numbers, uint64_t *names, uint8_t *to) {
   for (uint32_t i = 0; i < config.count; i++) memcpy(numbers + 8 + i, attributes[i], 4);
   names[0] = (uint64_t)config.stream; names[1] = function;
   for (uint32_t i = 0; i < known; i++) memcpy(to + 128 * i, bytes[i], sizes[i]);
+  known = 0;  // other kernels have other parameters
 }
 """
 
@@ -139,22 +140,22 @@ def parameter_sizes(signature: Iterable[Any]) -> list[int]:
     return [*sizes, 8, 8]
 
 
-def expect(signature: Iterable[Any]) -> None:
-    """From now on record parameters of a compiled kernel's signature: `compiled.src.signature.values()`."""
-    sizes = parameter_sizes(signature)
-    _library.recorder_expect(len(sizes), (ctypes.c_uint32 * len(sizes))(*sizes))
-
-
 def count() -> int:
     return int(_library.recorder_launches())
 
 
-def last(signature: Iterable[Any]) -> Launch:
-    """The last launch, made since `expect`."""
+def recorded(signature: Iterable[Any], call: Callable[[], object]) -> Launch:
+    """The one launch of a call, of a compiled kernel's signature: `compiled.src.signature.values()`."""
     sizes = parameter_sizes(signature)
-    numbers, names = (ctypes.c_uint32 * 16)(), (ctypes.c_uint64 * 2)()
-    room = ctypes.create_string_buffer(128 * 64)
-    _library.recorder_read(numbers, names, room)
+    before = count()
+    _library.recorder_expect(len(sizes), (ctypes.c_uint32 * len(sizes))(*sizes))
+    try:
+        call()
+    finally:
+        numbers, names = (ctypes.c_uint32 * 16)(), (ctypes.c_uint64 * 2)()
+        room = ctypes.create_string_buffer(128 * 64)
+        _library.recorder_read(numbers, names, room)
+    assert count() == before + 1
     parameters = tuple(room.raw[128 * i : 128 * i + size] for i, size in enumerate(sizes))
     grid, block = tuple(numbers[:3]), tuple(numbers[3:6])
     return Launch(grid, block, numbers[6], tuple(numbers[8 : 8 + numbers[7]]), *names, parameters)
