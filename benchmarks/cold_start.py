@@ -1,9 +1,9 @@
 """Measure the first token of `neuzip generate` on a GPU, with an empty cache of kernels and a filled one.
 
-    python benchmarks/cold_start.py [FOLDER] [--rounds 1]
+    python benchmarks/cold_start.py [FOLDER] [--rounds 1] [--residency packed dense]
 
 FOLDER is a checkpoint, plain or compressed. Without it, the model has the shape of SmolLM2-135M and random
-weights. For the residencies packed and dense, a process loads it and generates 16 tokens with an empty
+weights. For each residency, a process loads it and generates 16 tokens with an empty
 TRITON_CACHE_DIR, and then once more with what that run left there.
 
 Writes benchmarks/results/cold_start.json. Aims, for the first token of the packed model: 8 seconds with an
@@ -43,6 +43,7 @@ def main() -> None:
     )
     parser.add_argument("folder", nargs="?", type=Path, help="a checkpoint with a tokenizer")
     parser.add_argument("--rounds", type=int, default=1, help="empty caches for each residency")
+    parser.add_argument("--residency", nargs="+", default=["packed", "dense"], help="of the model")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         folder = arguments.folder or random_model(Path(work) / "model")
@@ -50,7 +51,7 @@ def main() -> None:
         rows = [
             row
             for number in range(arguments.rounds)
-            for residency in ("packed", "dense")
+            for residency in arguments.residency
             for row in cold_and_filled(folder, residency, Path(work) / f"{residency}{number}")
         ]
     for row in rows:

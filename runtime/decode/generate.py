@@ -63,7 +63,8 @@ class Generation:
     `tokens` are all new tokens, including those of a stop string. `seconds` and `first_token_seconds` count
     from the start of the call. `finish_reason` is "length" if the limit of new tokens ended the text, else
     "stop". For a quantised KV cache, `cache_bytes` is its final size, and `attention` says how attention read
-    it. `graphed` says whether steps ran as a CUDA graph; if not, `not_graphed` says why.
+    it. `graphed` says whether steps ran as a CUDA graph; if not, `not_graphed` says why. `capture_seconds`
+    passed behind the first token until the steps were captured in that graph.
     """
 
     text: str
@@ -75,11 +76,13 @@ class Generation:
     attention: str | None = None
     graphed: bool = False
     not_graphed: str | None = None
+    capture_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed after the first token, so without the prompt. None if the text has only one token."""
-        more, seconds = len(self.tokens) - 1, self.seconds - self.first_token_seconds
+        """Speed after the first token, without prompt and capture. None if the text has only one token."""
+        more = len(self.tokens) - 1
+        seconds = self.seconds - self.first_token_seconds - self.capture_seconds
         return more / seconds if more > 0 and seconds > 0 else None
 
 
@@ -115,14 +118,16 @@ def generate(
     began = time.perf_counter()
     with quiet_transformers(), naming_tokenizer(prompt.tokenizer):
         decoder, reason = _decoder(model, prompt, kv_bits, loop)
+        capture = 0.0
         with _seeded(seed, input_device(model)):
             if decoder is not None:
                 try:
-                    chosen = decoder.prefill(prompt.ids)
+                    with _naming_memory(model, prompt):
+                        chosen = decoder.prefill(prompt.ids)
                 except NotGraphable as error:
                     decoder, reason = None, error.reason
             if decoder is not None:
-                tokens, failure = _decode(decoder, chosen, prompt, sampling, stream)
+                tokens, failure, capture = _decode(decoder, chosen, prompt, sampling, stream)
                 reason = reason if failure is None else failure
                 cache = None if kv_bits is None else (decoder.cache_bytes, decoder.attention)
             else:
@@ -136,7 +141,9 @@ def generate(
         tokens, finish = tokens[: stream.stopped_after], "stop"
     else:
         finish = _finish(tokens, prompt, model.generation_config)
-    return Generation(text, tuple(tokens), seconds, first, finish, cache_bytes, attention, graphed, reason)
+    return Generation(
+        text, tuple(tokens), seconds, first, finish, cache_bytes, attention, graphed, reason, capture
+    )
 
 
 def _finish(tokens: Sequence[int], prompt: Prompt, config: GenerationConfig) -> Finish:
@@ -183,35 +190,49 @@ def _decoder(
         raise NeuzipError(f"the static loop: {reason}", 'leave out loop="static"')
     if reason is not None:
         return None, reason
-    capacity = prompt.ids.shape[1] + prompt.max_new_tokens
     try:
-        decoder = GreedyDecoder(model, 1, capacity, kv_bits=kv_bits, later=loop == "auto")
+        with _naming_memory(model, prompt):
+            decoder = GreedyDecoder(model, 1, _capacity(prompt), kv_bits=kv_bits, later=loop == "auto")
     except NotGraphable as error:
         if loop == "static":
             raise
         return None, error.reason
-    except torch.cuda.OutOfMemoryError as error:
-        raise NeuzipError(
-            f"{type(model).__name__}: no memory for keys and values of {capacity:,} tokens at once",
-            "give a smaller `max_new_tokens`, or `graph=False`, which takes memory as the text grows",
-        ) from error
     if decoder.graphed or decoder.waits:
         return decoder, None
     reason = "it is not on one GPU alone, or keeps something else than keys and values"
     return (decoder if loop == "static" else None), reason
 
 
+def _capacity(prompt: Prompt) -> int:
+    """Tokens of a prompt, with those that may follow."""
+    return prompt.ids.shape[1] + prompt.max_new_tokens
+
+
+@contextmanager
+def _naming_memory(model: PreTrainedModel, prompt: Prompt) -> Iterator[None]:
+    """Raise NeuzipError where there is no memory for all keys and values of a text."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise NeuzipError(
+            f"{type(model).__name__}: no memory for keys and values of {_capacity(prompt):,} tokens at once",
+            "give a smaller `max_new_tokens`, or `graph=False`, which takes memory as the text grows",
+        ) from error
+
+
 def _decode(
     decoder: GreedyDecoder, chosen: torch.Tensor, prompt: Prompt, sampling: Sampling, stream: TextStream
-) -> tuple[list[int], str | None]:
-    """The new tokens, told as they come, and why steps could not be captured. `chosen` follows the prompt.
+) -> tuple[list[int], str | None, float]:
+    """The new tokens, told as they come; why steps could not be captured, and seconds that the capture took.
+
+    `chosen` follows the prompt.
 
     A step is launched before the token it goes on with is read, so that a GPU does not wait for the host: one
     step is in vain where a text ends early.
     """
     ends, warpers = _ends(decoder.model.generation_config), sampling.warpers()
     tokens: list[int] = []
-    reason: str | None = None
+    reason, seconds = None, 0.0
     stream.put(prompt.ids)
     for left in reversed(range(prompt.max_new_tokens)):
         if warpers is not None:
@@ -225,13 +246,16 @@ def _decode(
         if tokens[-1] in ends or stream.stopped_after is not None:
             break
         if left and waits:  # nobody waits for the first token any longer
+            began = time.perf_counter()
             try:
-                decoder.capture()
+                with _naming_memory(decoder.model, prompt):
+                    decoder.capture()
             except NotGraphable as error:
                 reason = error.reason
+            seconds = time.perf_counter() - began
             chosen = decoder.step()
     stream.end()
-    return tokens, reason
+    return tokens, reason, seconds
 
 
 class _Arriving:
