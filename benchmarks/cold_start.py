@@ -114,7 +114,8 @@ def said(row: dict[str, Any], model: str) -> str:
     """A row as a line, with what was aimed at."""
     line = (
         f"{row['residency']}, cache {row['cache']}: first token {row['first_token_s']} s,"
-        f" load {row['load_s']} s, command {row['command_s']} s, {row['kernels_compiled']} kernels compiled ({model})"
+        f" load {row['load_s']} s, command {row['command_s']} s,"
+        f" {row['kernels_compiled']} kernels compiled ({model})"
     )
     if row["residency"] != "packed":
         return line

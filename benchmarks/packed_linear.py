@@ -5,7 +5,8 @@
 
 Each side is what a user calls: `neuzip.kernels.packed_linear.ops.linear`, escapes included, and torch's
 `linear`. The calls of a case lie in one CUDA graph, each with weights of its own, so many that nothing is
-found in the L2. Both sides take turns; times are medians of CUDA events. A case takes about --seconds.
+found in the L2. Both sides take turns; times are medians of CUDA events, with their
+20th and 80th percentile. A case takes about --seconds.
 
 Weights are N(0, 0.02), or look like those of a trained model: see weight_laws.py. `k = 3` has its mantissas
 rounded to 3 bits beforehand; both sides then multiply with these.
@@ -36,7 +37,7 @@ import torch.nn.functional as F
 from compile_first import run_side_by_side
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 from packed_groups import LAW_NAMES, ROWS, SHAPES, Shape, group_figures, group_of
-from record import Environment, Measurement, read, save_sections
+from record import Environment, Measurement, read, save_sections, spread
 from weight_laws import LAWS, gaussian, generator_on
 
 from neuzip.compress.sources.folder import FolderSource
@@ -233,18 +234,17 @@ def product(weights: Sequence[Tensor], packed: Sequence[PackedTensor], rows: int
     """Times and errors of both sides with so many rows of x."""
     x = torch.randn(rows, weights[0].shape[1], device=DEVICE).bfloat16()
     error, plain = require_exact(x, weights[0], packed[0])
-    ours, theirs = times(
-        [
-            [lambda p=p: torch_ops.linear(x, p) for p in packed],  # type: ignore[misc]
-            [lambda w=w: F.linear(x, w) for w in weights],  # type: ignore[misc]
-        ],
-        seconds=seconds,
-    )
-    read = packed[0].nbytes
+    runs = [
+        captured([lambda p=p: torch_ops.linear(x, p) for p in packed]),  # type: ignore[misc]
+        captured([lambda w=w: F.linear(x, w) for w in weights]),  # type: ignore[misc]
+    ]
+    ours, theirs = in_turns(runs, [len(packed), len(weights)], None, seconds)
+    row = {f"cublas_{key}": us for key, us in spread(theirs, "us").items()}
+    row |= {f"packed_{key}": us for key, us in spread(ours, "us").items()}
+    gb_s = packed[0].nbytes / row["packed_us"] / 1e3
     return {
-        "cublas_us": theirs, "packed_us": ours, "speedup": theirs / ours, "error": error,
-        "cublas_error": plain, "bits": packed[0].bits_per_weight, "gb_s_read": read / ours / 1e3,
-        "share": read / ours / 1e3 / copy_speed(),
+        **row, "speedup": row["cublas_us"] / row["packed_us"], "error": error, "cublas_error": plain,
+        "bits": packed[0].bits_per_weight, "gb_s_read": gb_s, "share": gb_s / copy_speed(),
     }  # fmt: skip
 
 
@@ -276,15 +276,16 @@ def distance(result: Tensor, exact: Tensor) -> float:
 def times(
     sides: Sequence[Sequence[Callable[[], object]]], rounds: int | None = None, seconds: float = SECONDS
 ) -> list[float]:
-    """Microseconds of a call of each side, which take turns: so many rounds, or as many as take `seconds`."""
+    """Median microseconds of a call of each side: so many rounds, or as many as take `seconds`."""
     runs = [captured(calls) for calls in sides]
-    return in_turns(runs, [len(calls) for calls in sides], rounds, seconds)
+    measured = in_turns(runs, [len(calls) for calls in sides], rounds, seconds)
+    return [statistics.median(mine) for mine in measured]
 
 
 def in_turns(
     runs: Sequence[Callable[[], object]], calls: Sequence[int], rounds: int | None, seconds: float
-) -> list[float]:
-    """Median microseconds of a call of each run, which has so many; runs take turns."""
+) -> list[list[float]]:
+    """Microseconds of a call of each run, which has so many, in every round; runs take turns."""
     if rounds is None:
         once = 2 * sum(milliseconds(run, warm=True) for run in runs)  # a warm run is two
         rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(1e3 * seconds / once)))
@@ -292,7 +293,7 @@ def in_turns(
     for _ in range(rounds):
         for run, number, mine in zip(runs, calls, measured, strict=True):
             mine.append(1e3 * milliseconds(run, warm=True) / number)
-    return [statistics.median(mine) for mine in measured]
+    return measured
 
 
 def bits(laws: Sequence[str]) -> list[Row]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -325,8 +326,8 @@ def candidate_times(
     if not runs:
         return (None,) * len(kernel.candidates)
     times = in_turns(list(runs.values()), [len(packed)] * len(runs), None, seconds)
-    by_number = dict(zip(runs, times, strict=True))
-    return tuple(by_number.get(number) for number in range(len(kernel.candidates)))
+    medians = dict(zip(runs, map(statistics.median, times), strict=True))
+    return tuple(medians.get(number) for number in range(len(kernel.candidates)))
 
 
 def all_under(name: str, use: Launch, calls: Sequence[Callable[[], object]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,13 @@ LOOKED_UP = ("embed", "wte", "wpe")
 """Parts of names of matrices whose rows are looked up; without a tensor of HEADS they are heads, too."""
 
 HEADS = ("lm_head", "embed_out", "output.weight")
+
+
+ROWS = (1, 16)
+"""Rows of x of a step of one text, and of a prompt of up to 16 tokens."""
+
+_BEGUN: set[tuple[Path, torch.device, str]] = set()
+"""For which folders, devices and residencies kernels have been compiled ahead in this process."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +86,25 @@ def prefetch_kernels(
     device: torch.device,
     residency: str,
     *,
-    rows: Iterable[int] = (1, 16),
+    rows: Sequence[int] | None = None,
     note: Callable[[str], None] = lambda remark: None,
 ) -> KernelPrefetch | None:
     """Compile the kernels of a model in other threads, and return at once; None where `device` is no GPU.
 
-    `rows` of x are what products are compiled for. `note` is given a line if there is something to compile.
+    `rows` of x are what products are compiled for: without them those of a step and of a short prompt, unless
+    somebody has called this for the same checkpoint before. `note` is given a line if there is something to
+    compile.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return None
+    key = source.checkpoint.root.resolve(), device, residency
+    if rows is None and key in _BEGUN:
+        return None
+    _BEGUN.add(key)
     from neuzip.kernels.device.compile_ahead import compile_ahead
 
-    shapes, rows = model_shapes(source, tensors), tuple(rows)
-    return compile_ahead(launches_on_meta(shapes, residency, rows), device, note)
+    launches = launches_on_meta(model_shapes(source, tensors), residency, rows or ROWS)
+    return compile_ahead(launches, device, note)
 
 
 def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> ModelShapes:
@@ -132,18 +146,23 @@ def _step_shape(source: FolderSource, matrices: Iterable[MatrixShape]) -> StepSh
     except NeuzipError:
         return None
     config = document.get("text_config", document) if isinstance(document, dict) else {}
-    names = "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
-    sizes = [config.get(name) for name in names] if isinstance(config, dict) else [None]
     dtypes = {matrix.dtype for matrix in matrices}
-    if len(dtypes) != 1 or not all(type(size) is int and size > 0 for size in sizes):
+    names = "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
+    sizes = [_size(config, name) for name in names]
+    if len(dtypes) != 1 or 0 in sizes:
         return None
     hidden, inner, heads, words = sizes
-    kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
-    if type(kv_heads) is not int or type(width) is not int or kv_heads < 1 or width < 1:
-        return None
+    kv_heads = _size(config, "num_key_value_heads") or heads
+    width = _size(config, "head_dim") or max(1, hidden // heads)
     norms = any("rms_norm" in name for name in config)
     silu = config.get("hidden_act") in ("silu", "swish")
     return StepShape(hidden, inner, heads, kv_heads, width, words, dtypes.pop(), norms, silu)
+
+
+def _size(config: Any, name: str) -> int:
+    """A size of a config.json; 0 where there is none, or something else."""
+    size = config.get(name) if isinstance(config, dict) else None
+    return size if type(size) is int and size > 0 else 0
 
 
 def launches_on_meta(shapes: ModelShapes, residency: str, rows: Sequence[int]) -> list[Callable[[], object]]:

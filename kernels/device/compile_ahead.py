@@ -137,7 +137,7 @@ class _Compilers(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """A kernel, once it is compiled."""
         kernel = _CompiledLater(fn)
-        self._pool.submit(kernel.compile)
+        self._pool.submit(kernel.compile, self._pool)
         return kernel
 
 
@@ -148,8 +148,10 @@ class _CompiledLater(Future[Any]):
         super().__init__()
         self._compile_kernel = compile_kernel
 
-    def compile(self) -> None:
+    def compile(self, pool: Executor) -> None:
+        """Compile, in a thread of `pool`; not when the process ends, which would wait for it."""
         try:
+            pool.submit(int)  # raises RuntimeError then
             kernel = self._compile_kernel()
             with suppress(Exception):  # Triton 3.6 compiles C for each signature, which its cache keeps, too
                 driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -159,7 +161,10 @@ class _CompiledLater(Future[Any]):
             self.set_result(kernel)
 
     def result(self, timeout: float | None = None) -> Any:
+        """The kernel, after a wait of `timeout` seconds at most."""
         try:
             return super().result(timeout)
+        except TimeoutError:
+            raise
         except Exception:
             return self._compile_kernel()

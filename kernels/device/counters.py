@@ -41,7 +41,7 @@ def arrive(pointers):
 
 @gluon.jit
 def await_(pointers, groups):
-    """Wait until so many warp groups have arrived. `pointers` are 128 pointers to the counter, 0 afterwards."""
+    """Wait until so many warp groups have arrived, and set a counter to 0. `pointers` are 128 pointers to it."""
     count = groups * THREADS_CONSTANT
     gl.inline_asm_elementwise(_AWAIT, "=r,l,r", [pointers, count], dtype=gl.int32, is_pure=False, pack=1)
     thread_barrier()  # all threads have seen it
@@ -57,12 +57,13 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     """At least `count` counters, int32, for launches on the current stream of a device.
 
     A stream has its own, as launches on other streams may run at the same time. So has each stream of a CUDA
-    graph under capture: the graph may be replayed beside anything else. Raises ValueError for more than CAPACITY.
+    graph under capture: the graph may be replayed beside anything else. Raises ValueError for more than
+    CAPACITY.
     """
     if count > CAPACITY:
         raise ValueError(f"`count`: a stream has {CAPACITY} counters, not {count}")
     if device.type != "cuda":
-        return torch.zeros(CAPACITY, dtype=torch.int32)
+        return torch.zeros(CAPACITY, dtype=torch.int32, device=device)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     graph = capture_id(device)
     with _lock:

@@ -16,7 +16,7 @@ from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
 from neuzip.kernels.packed_linear.turns import by_turn
 
 FEW_ROWS = 64
-"""Up to so many rows of x, a GPU multiplies from the packed form; with more, if that is faster."""
+"""Rows of x that any GPU multiplies from the packed form, at most; with more, Hopper alone does."""
 
 CHUNK = 48 << 20
 """Bytes of dense weights that a product decodes at a time, or more: most stay in the second-level cache."""
@@ -309,13 +309,14 @@ def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
 
 def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """x @ weights.T + bias for x [..., in] from the packed form; None where decoding first is to be done."""
-    columns = packed.shape[1]
-    if x.numel() <= FEW_ROWS * columns:
-        return _triton_linear().linear(x.view(-1, columns), packed, bias)  # type: ignore[no-any-return]
-    if not is_hopper(x.device):
+    rows = x.numel() // packed.shape[1]
+    if rows > 1 and is_hopper(x.device):
+        many_rows = _gluon_linear()
+        if many_rows.pays(rows, packed):
+            return many_rows.linear(x, packed, bias)  # type: ignore[no-any-return]
+    if rows > FEW_ROWS:
         return None
-    many_rows = _gluon_linear()
-    return many_rows.linear(x, packed, bias) if many_rows.can_multiply(packed) else None
+    return _triton_linear().linear(x.view(rows, -1), packed, bias)  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -407,8 +407,9 @@ class GreedyDecoder:
             self._reset()
             return
         for layer in self._cache.layers:
-            for states in (layer.keys, layer.values) if layer.is_initialized else ():
-                states[:, :, self._length :].zero_()
+            states = [getattr(layer, name, None) for name in ("keys", "values")]
+            for memory in (one for one in states if isinstance(one, torch.Tensor)):
+                memory[:, :, self._length :].zero_()
         self._position.fill_(self._length)
         self._token.copy_(token)
 

@@ -118,6 +118,16 @@ assert prefetch.wait(300)
 print(json.dumps([prefetch.launched, prefetch.compiled, str(prefetch.error), remarks]))
 """
 
+ENDS = """
+import time, torch
+from neuzip.kernels.device.compile_ahead import _Compilers, ThreadPoolExecutor
+
+later = _Compilers(ThreadPoolExecutor(1))
+later.submit(lambda: time.sleep(0.5))
+later.submit(lambda: print("compiled"))
+print("ended")
+"""
+
 
 @pytest.mark.slow
 def test_a_cold_cache_is_filled_once_and_said_to_be(tmp_path: Path):
@@ -151,6 +161,11 @@ def test_who_asks_for_a_kernel_that_a_thread_could_not_compile_compiles_it():
         later = _Compilers(pool).submit(compile_kernel)
         assert later.result() == "kernel"
     assert threads == ["worker_0", threading.current_thread().name]
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_compiles_no_more(tmp_path: Path):
+    assert compile_only.said_by(ENDS, tmp_path) == "ended\n"
 
 
 def test_nothing_is_compiled_in_the_interpreter():

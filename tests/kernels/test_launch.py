@@ -308,6 +308,7 @@ weight = PackedWeight.of(torch.randn(1024, 256).bfloat16())  # by the reference,
 for module in (many_rows, few_rows):
     module.multiprocessors = lambda device: 132
 ops._on_gpu = ops.is_hopper = lambda device: True
+many_rows.pays = lambda rows, packed: rows > 64
 
 def calls_of(product):
     called = []

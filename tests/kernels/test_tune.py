@@ -60,8 +60,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], ModuleType]:
         return lambda: launch
 
     def with_times(times: Times) -> ModuleType:
-        def in_turns(runs: Sequence[Callable[[], tuple[int, int]]], *_: object) -> list[float]:
-            return [times(*run()) for run in runs]
+        def in_turns(runs: Sequence[Callable[[], tuple[int, int]]], *_: object) -> list[list[float]]:
+            return [[times(*run())] for run in runs]
 
         monkeypatch.setattr(tune, "captured", captured)
         monkeypatch.setattr(tune, "in_turns", in_turns)

@@ -23,7 +23,6 @@ from neuzip.kernels.kv_cache.triton import attend, attend_mma, shares
 from neuzip.kernels.linear_cross_entropy.triton.backward import gradient_launch
 from neuzip.kernels.linear_cross_entropy.triton.divergence import pairs_launch
 from neuzip.kernels.linear_cross_entropy.triton.tiles import statistics_launch
-from neuzip.kernels.packed_linear.gluon import linear as gluon_linear
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
 from neuzip.kernels.rans.triton.decode import warps_of
 from neuzip.kernels.tuning import launch_for
@@ -50,14 +49,6 @@ def one_row(tiles: int, planes: int, lanes: int, processors: int) -> list[int]:
     return [*with_processors(triton_linear, processors, lambda: choose(tiles, planes, lanes, CPU))]
 
 
-def many_rows_pay(rows: int, out: int, columns: int, processors: int) -> bool:
-    def pays() -> bool:
-        packed = gluon_linear.seconds(rows, out, columns, CPU)
-        return packed < gluon_linear.seconds_decoded(rows, out, columns, CPU)
-
-    return bool(with_processors(gluon_linear, processors, pays))
-
-
 def share_counts(tokens: int, programs: int, processors: int) -> list[int]:
     count, kernels = shares.share_count.__wrapped__, {"attend": attend.STEP, "attend_mma": attend_mma.STEP}
     return with_processors(  # type: ignore[no-any-return]
@@ -77,7 +68,6 @@ def decoder_warps(name: str, kept: int, group: int, block: int, blocks: int, ali
 CHOICES: dict[str, Callable[..., Any]] = {
     "packed_linear.one_row": one_row,
     "packed_linear.some_rows": lambda rows: launch_for("packed_linear.some_rows", CPU, rows=rows)["programs"],
-    "packed_linear.many_rows_pays": many_rows_pay,
     "linear_cross_entropy.statistics": lambda name, tokens, described, extras: asdict(
         statistics_launch(dtype(name), tokens, described, extras, CPU)
     ),

@@ -116,8 +116,8 @@ def test_graph_and_launches_give_the_same_tokens(model: PreTrainedModel, ids: to
     assert torch.equal(graphed.generate(ids, NEW), launched.generate(ids, NEW))
 
 
-def test_steps_before_a_capture_leave_the_text_alone(recordable: PreTrainedModel, ids: torch.Tensor):
-    decoder, other = (GreedyDecoder(recordable, BATCH, TOKENS + NEW, graph=False) for _ in range(2))
+def test_steps_before_a_capture_leave_the_text_alone(model: PreTrainedModel, ids: torch.Tensor):
+    decoder, other = (GreedyDecoder(model, BATCH, TOKENS + NEW, graph=False) for _ in range(2))
     expected = other.generate(ids, NEW)
     found = [decoder.prefill(ids).clone()]
     for number in range(NEW - 1):
@@ -129,8 +129,8 @@ def test_steps_before_a_capture_leave_the_text_alone(recordable: PreTrainedModel
 
 
 @pytest.mark.gpu
-def test_the_first_token_comes_before_the_capture(recordable: PreTrainedModel, ids: torch.Tensor):
-    model = recordable.bfloat16()
+def test_the_first_token_comes_before_the_capture(model: PreTrainedModel, ids: torch.Tensor):
+    model = model.bfloat16()
     launched = GreedyDecoder(model, BATCH, TOKENS + NEW, graph=False)
     decoder = GreedyDecoder(model, BATCH, TOKENS + NEW, later=True)
     found = [decoder.prefill(ids).clone()]

@@ -95,6 +95,7 @@ def arrive(pointers: Pointer) -> None:
     """Of `device.counters`, by all threads of a warp group at once."""
     pointer = one_counter(pointers)
     pointer.values[pointer.at] += THREADS
+    ARRIVED.append(pointer)
 
 
 def await_(pointers: Pointer, groups: int) -> None:
@@ -104,6 +105,9 @@ def await_(pointers: Pointer, groups: int) -> None:
         raise Hang
     pointer.values[pointer.at] = 0
 
+
+ARRIVED: list[Pointer] = []
+"""Counters at which somebody has arrived in this launch."""
 
 COUNTERS = {counters.arrive.fn: arrive, counters.await_.fn: await_}
 """What takes the place of functions that end in inline assembly for all programs."""
@@ -396,12 +400,14 @@ class OnACpu:
     ) -> None:
         given = [as_given(one) for one in arguments]
         self.multiplied: dict[str, list[torch.Tensor]] = defaultdict(list)
+        ARRIVED.clear()
         for number in range(programs):
             program = Program(number, programs)
             functions = functions_of(self.kernel.fn.__globals__, program.names(), {})
             with_names(self.kernel.fn, functions)(*given, **constants)
             for thread, factors in program.multiplied.items():
                 self.multiplied[thread] += factors
+        assert not any(counter.values[counter.at] for counter in ARRIVED), "not waited for"
         for one in given:
             if isinstance(one, Descriptor):
                 assert one.times_written.unique().tolist() in ([0], [1]), "not all written once"
