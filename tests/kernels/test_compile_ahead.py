@@ -93,7 +93,7 @@ print(json.dumps([[sorted(set(map(tuple, part))) for part in pair] for pair in z
 @pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_is_launched(tmp_path: Path):
     """Values such as a shift of 1 make no other kernel, nor does a KV cache of another length."""
-    pairs = json.loads(compile_only.said_by(SAME_KERNELS, tmp_path))
+    pairs = json.loads(compile_only.said_by(SAME_KERNELS, tmp_path, tmp_path))
     assert len(pairs) == 12
     for ahead, launched in pairs:
         assert launched
@@ -131,11 +131,11 @@ print("ended")
 
 @pytest.mark.slow
 def test_a_cold_cache_is_filled_once_and_said_to_be(tmp_path: Path):
-    launched, compiled, error, remarks = json.loads(compile_only.said_by(PREFETCH, tmp_path))
+    launched, compiled, error, remarks = json.loads(compile_only.said_by(PREFETCH, tmp_path, tmp_path))
     assert (launched, compiled, error) == (3, 3, "made up")
     (remark,) = remarks
     assert remark.startswith("compiling 3 GPU kernels") and "once a machine" in remark
-    launched, compiled, error, remarks = json.loads(compile_only.said_by(PREFETCH, tmp_path))
+    launched, compiled, error, remarks = json.loads(compile_only.said_by(PREFETCH, tmp_path, tmp_path))
     assert (launched, compiled, error, remarks) == (3, 0, "made up", [])
 
 
@@ -165,7 +165,7 @@ def test_who_asks_for_a_kernel_that_a_thread_could_not_compile_compiles_it():
 
 @pytest.mark.slow
 def test_a_process_that_ends_compiles_no_more(tmp_path: Path):
-    assert compile_only.said_by(ENDS, tmp_path) == "ended\n"
+    assert compile_only.said_by(ENDS, tmp_path, tmp_path) == "ended\n"
 
 
 def test_nothing_is_compiled_in_the_interpreter():
