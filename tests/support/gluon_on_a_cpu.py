@@ -40,12 +40,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from neuzip.kernels.device import counters
-from neuzip.kernels.device.counters import THREADS
+from neuzip.kernels.device import barriers
 
 NAMES = ("int8", "int32", "int64", "float16", "bfloat16", "float32", "uint16")
 LAYOUTS = ("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout")
 RUBBISH = 0x5A5A5A5A
+THREADS = barriers.THREADS.value
 TRITON = JITFunction, InterpretedFunction
 
 
@@ -92,14 +92,14 @@ def store(pointer: Pointer, values: torch.Tensor) -> None:
 
 
 def arrive(pointers: Pointer) -> None:
-    """Of `device.counters`, by all threads of a warp group at once."""
+    """Of `device.barriers`, by all threads of a warp group at once."""
     pointer = one_counter(pointers)
     pointer.values[pointer.at] += THREADS
     ARRIVED.append(pointer)
 
 
 def await_(pointers: Pointer, groups: int) -> None:
-    """Of `device.counters`. Programs run one after the other: who is waited for has to have ended."""
+    """Of `device.barriers`. Programs run one after the other: who is waited for has to have ended."""
     pointer = one_counter(pointers)
     if pointer.values[pointer.at] != groups * THREADS:
         raise Hang
@@ -109,7 +109,7 @@ def await_(pointers: Pointer, groups: int) -> None:
 ARRIVED: list[Pointer] = []
 """Counters at which somebody has arrived in this launch."""
 
-COUNTERS = {counters.arrive.fn: arrive, counters.await_.fn: await_}
+COUNTERS = {barriers.arrive.fn: arrive, barriers.await_.fn: await_}
 """What takes the place of functions that end in inline assembly for all programs."""
 
 

@@ -8,9 +8,9 @@
 A group unpacks the next 64 columns while those before are multiplied, and the other group does so beside it.
 No dense weight is ever in memory.
 
-A block of y has 128 columns and ROWS rows. A program has whole blocks, and part of the turns of blocks that are
-cut. Who has the first turn of a cut block adds the sums of the others to its own, in the order of their turns,
-and writes y. The others do not wait, and have lower numbers: see `device.counters`.
+A block of y has 128 columns and ROWS rows. A program has whole blocks, and part of the turns of blocks that
+are cut. Who has the first turn of a cut block adds the sums of the others to its own, in the order of their
+turns, and writes y. The others do not wait, and have lower numbers: see `device.counters`.
 
 What is prefetched early enough costs nothing. Words come by way of shared memory, as loads to registers share
 a few counters, on which whatever is used first waits for all. Far words and escapes are loaded two turns
@@ -35,8 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.barriers import barriers
-from neuzip.kernels.device.counters import arrive, await_
+from neuzip.kernels.device.barriers import arrive, await_, barriers
 from neuzip.kernels.packed_linear.gluon.unpack import (
     HIGH_PLANES_BF16,
     HIGH_PLANES_F16,
@@ -111,9 +110,8 @@ def _places(parts, ROWS: gl.constexpr):
     OF_THREADS: gl.constexpr = gl.BlockedLayout([1, ROWS // 2], [32, 1], [4, 1], [1, 0])
     t = gl.arange(0, 128, layout=gl.SliceLayout(1, OF_THREADS))
     k = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(0, OF_THREADS))
-    return (parts + 4 * t)[:, None] + (k // 4 * 512 + k % 4)[
-        None, :
-    ]  # constants last: they need no registers
+    own = (parts + 4 * t)[:, None]
+    return own + (k // 4 * 512 + k % 4)[None, :]  # constants last: they need no registers
 
 
 @gluon.jit
@@ -265,9 +263,7 @@ def _multiply(
 
 
 @gluon.jit
-def _load_words(
-    shared, words, sharing, rounds, P: gl.constexpr, WORD_STAGES: gl.constexpr
-):  # fmt: skip
+def _load_words(shared, words, sharing, rounds, P: gl.constexpr, WORD_STAGES: gl.constexpr):
     """Words of every turn of a program, as soon as a stage is free, before the kernel ahead has ended."""
     _, to_words, _, _, _, words_there, words_free = shared
     share = _share(sharing)
