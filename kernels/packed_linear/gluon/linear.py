@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     """Programs that share these."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def plan(rows: int, out: int, turns: int, device: torch.device) -> Plan:
     """The plan that probably takes least, for rows of x, rows of the weights, and turns of 128 columns.
 
@@ -92,19 +92,28 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     """
     (out, columns), device = packed.shape, x.device
     rows, turns = x.numel() // columns, columns // TURN
-    y = torch.empty(*x.shape[:-1], out, dtype=x.dtype, device=device)
+    y = x.new_empty(*x.shape[:-1], out)
     if x.data_ptr() % 16:
         x = x.clone()
     tile, programs, blocks, cut, cutters = plan(rows, out, turns, device)
-    groups = GROUPS * programs if cut else 0
-    parts = torch.empty(groups, GROUP_ROWS, tile, dtype=torch.float32, device=device)
+    if cut:
+        parts = x.new_empty(GROUPS * programs, GROUP_ROWS, tile, dtype=torch.float32)
+        counted = counters(device, GROUPS * programs)
+    else:
+        parts, counted = _nothing(device)
     to_x, to_y = _boxes(tile)
     packed.once(f"many rows, {tile}", functools.partial(_prepared, tile))(
         (programs,), BoxedTensor(x, (rows, columns), (columns, 1), to_x),
-        BoxedTensor(y, (rows, out), (out, 1), to_y), bias, parts, counters(device, groups), blocks, cut,
-        cutters, -(-rows // tile),
+        BoxedTensor(y, (rows, out), (out, 1), to_y), bias, parts, counted, blocks, cut, cutters,
+        -(-rows // tile),
     )  # fmt: skip
     return y
+
+
+@functools.cache
+def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and counters of a launch that cuts no block."""
+    return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
 
 
 @functools.cache
