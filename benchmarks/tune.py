@@ -9,7 +9,8 @@ Every kernel has a list of candidates (KERNELS). Each candidate is timed in CUDA
 past the L2, on all shapes and both laws of weights; all candidates of a case take turns. A candidate that
 cannot be launched, for instance for want of registers, is named and left out. One whose product is wrong ends
 the run. `launch_choice.choose` makes ranges of the times. Kernels are tuned in the order of KERNELS, each
-with the launches that were chosen for those before it.
+with the launches that were chosen for those before it. `many_rows_time`, a model of times that plans are made
+with, has no candidates: it keeps its entries.
 
 --quick takes four shapes, weights that look trained, and less time for a case.
 """
@@ -40,6 +41,7 @@ from weight_laws import LAWS, generator_on
 from neuzip.kernels import tuning
 from neuzip.kernels.device.properties import is_hopper, multiprocessors
 from neuzip.kernels.packed_linear import ops as torch_ops
+from neuzip.kernels.packed_linear.form import TURN
 from neuzip.kernels.packed_linear.gluon import linear as gluon_linear
 from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
@@ -71,8 +73,8 @@ class Kernel:
 
     `place` gives the conditions that the cases of a group have in common, and the value of `variable`.
     `call` runs the kernel and gives its product, or None if there is none to be checked. `graph` says that
-    calls can lie in a CUDA graph, `by_shape` that every shape has its own compiled kernel. `needs` names
-    other kernels that the table must have. `comment` stands above the entries.
+    calls can lie in a CUDA graph, `by_shape` that every shape has its own compiled kernel. `comment`
+    stands above the entries.
     """
 
     name: str
@@ -86,11 +88,10 @@ class Kernel:
     hopper: bool = False
     graph: bool = True
     by_shape: bool = True
-    needs: Sequence[str] = ()
 
     def is_usable(self, table: Mapping[str, object], device: torch.device) -> bool:
         """Whether a GPU has the kernel, and its table says so."""
-        return {self.name, *self.needs} <= table.keys() and (is_hopper(device) or not self.hopper)
+        return self.name in table and (is_hopper(device) or not self.hopper)
 
 
 def grid(**values: Sequence[Any]) -> list[Launch]:
@@ -114,10 +115,15 @@ def warps_a_processor(packed: PackedTensor) -> float:
     return tiles_a_processor(packed) * triton_linear.one_row_launch(tiles, planes, lanes, packed.device).warps
 
 
-def tile_of(case: Case) -> float:
-    """Rows of x that a program of the kernel for many rows has at once, by the launch that is in force."""
-    device = torch.device(DEVICE, 0)
-    return float(tuning.launch_for(f"{OPERATOR}.many_rows_tile", device, rows=case.rows)["tile"])
+def tile_of(case: Case, packed: PackedTensor) -> float:
+    """Rows of x that a program of the kernel for many rows has at once, by the plan that is in force."""
+    out, columns = packed.shape
+    return float(gluon_linear.plan(case.rows, out, columns // TURN, packed.device).tile)
+
+
+def by_rows(case: Case) -> Mapping[str, Any]:
+    """The condition of so few rows, filled up to 16, 32 or 64; none for more."""
+    return next(({"rows": {"max": most}} for most in (16, 32, 64) if case.rows <= most), {})
 
 
 def by_triton(x: Tensor, weight: Tensor, packed: PackedTensor) -> Tensor:
@@ -128,6 +134,11 @@ def by_triton(x: Tensor, weight: Tensor, packed: PackedTensor) -> Tensor:
 def by_gluon(x: Tensor, weight: Tensor, packed: PackedTensor) -> Tensor:
     """A product by the kernel for Hopper."""
     return gluon_linear.linear(x, packed)
+
+
+def by_operator(x: Tensor, weight: Tensor, packed: PackedTensor) -> Tensor:
+    """A product by the kernel that the table chooses."""
+    return torch_ops.linear(x, packed)
 
 
 def count(x: Tensor, weight: Tensor, packed: PackedTensor) -> None:
@@ -158,17 +169,16 @@ KERNELS = (
     ),
     Kernel(
         "many_rows", grid(x_stages=(3, 4, 6), word_stages=(2, 3, 4, 6), registers=(240,)), "tile",
-        (16, 32, 64, 128, 256), lambda case, packed: (by_planes(packed, 11), tile_of(case)), by_gluon,
+        (16, 32, 64, 128, 256, 1024),
+        lambda case, packed: (by_planes(packed, 11), tile_of(case, packed)), by_gluon,
         "Many rows, on Hopper: blocks of 64 columns of x and turns of words in shared memory,\n"
         "registers of a thread.",
-        forms=(BF16, FP16), hopper=True, by_shape=False, needs=("many_rows_tile",),
+        forms=(BF16, FP16), hopper=True, by_shape=False,
     ),
     Kernel(
-        "many_rows_tile", grid(tile=(16, 32, 64, 128, 256), groups=(2,)), "rows",
-        (2, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096),
-        lambda case, packed: ({}, case.rows), by_gluon,
-        "Many rows, on Hopper: rows of x that a program multiplies at a time, and\n"
-        "warp groups, each with 64 rows of the weights.",
+        "many_rows_pay", grid(pay=(False, True)), "weights", (2, 8, 16, 24, 32, 48, 64, 128, 1024),
+        lambda case, packed: (by_rows(case), case.shape[0] * case.shape[1]), by_operator,
+        "2 or more rows, on Hopper: whether the kernel for many rows takes them. weights: out times in.",
         hopper=True, by_shape=False,
     ),
     Kernel(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from neuzip.kernels import tuning
+from neuzip.kernels.packed_linear import ops as torch_ops
 from neuzip.kernels.tuning import launch_for
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -138,3 +139,13 @@ def test_parts_run_side_by_side_and_one_that_fails_is_named(
     assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
     said = capsys.readouterr().err
     assert "bad:\nno such part" in said and "1 failed" in said
+
+
+def test_every_condition_of_the_table_is_one_that_the_script_writes() -> None:
+    """A kernel that gets another variable needs other cases, too."""
+    for name, kernel in KERNELS.items():
+        conditions = {key for entry in table()[name].entries for key in entry.get("when", {})}
+        packed = torch_ops.pack(torch.zeros(128, 256, dtype=torch.bfloat16))
+        cases = [tune.Case((128, 256), "gaussian", rows) for rows in kernel.rows]
+        groups = {key for case in cases for key in kernel.place(case, packed)[0]}
+        assert conditions <= groups | {kernel.variable}, name
