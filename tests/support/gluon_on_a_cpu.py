@@ -301,8 +301,8 @@ class Program:
     def init(self, memory: Memory, count: int) -> None:
         self.barriers[memory.values.data_ptr()] = Barrier(count)
 
-    def arrive(self, memory: Memory, count: int = 1) -> None:
-        if self.arrived(self.at(memory), count, 0):
+    def arrive(self, memory: Memory, count: int = 1, pred: bool = True) -> None:
+        if pred and self.arrived(self.at(memory), count, 0):
             self.step_back()
 
     def expect(self, memory: Memory, missing_bytes: int) -> None:

@@ -174,7 +174,7 @@ def _multiply(
     """64 rows of the weights of every block of a program."""
     P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    xs, words, outs, x_there, x_free, words_there, words_free = shared
+    xs, words, outs, x_there, x_free, words_there, words_free, started = shared
     far, escapes = weights[1], weights[3]
     turns = sharing[5]
     t = gl.arange(0, 128, layout=THREADS)
@@ -197,6 +197,7 @@ def _multiply(
         lows, highs = half_bytes(
             words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP
         )
+        mbarrier.arrive(started.index(0), count=1, pred=number == 0)
         sums = warpgroup_mma_init(gl.zeros([64, ROWS], gl.float32, SUMS))
         mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1)
         for turn in range(begin, stop):
@@ -263,9 +264,15 @@ def _multiply(
 
 
 @gluon.jit
-def _load_words(shared, words, sharing, rounds, P: gl.constexpr, WORD_STAGES: gl.constexpr):
-    """Words of every turn of a program, as soon as a stage is free, before the kernel ahead has ended."""
-    _, to_words, _, _, _, words_there, words_free = shared
+def _load_words(
+    shared, words, sharing, rounds, P: gl.constexpr, WORD_STAGES: gl.constexpr, FIRST_STAGES: gl.constexpr
+):  # fmt: skip
+    """Words of every turn of a program, as soon as a stage is free, before the kernel ahead has ended.
+
+    After FIRST_STAGES turns it waits until the groups have their first far words: these would come behind all
+    the words that are in flight.
+    """
+    _, to_words, _, _, _, words_there, words_free, started = shared
     share = _share(sharing)
     turn_number = 0
     for number in range(share[4]):
@@ -273,6 +280,7 @@ def _load_words(shared, words, sharing, rounds, P: gl.constexpr, WORD_STAGES: gl
         n = block // rounds
         for turn in range(begin, stop):
             stage = turn_number % WORD_STAGES
+            mbarrier.wait(started.index(0), 0, pred=turn_number == FIRST_STAGES)
             mbarrier.wait(words_free.index(stage), ((turn_number // WORD_STAGES) & 1) ^ 1)
             mbarrier.expect(words_there.index(stage), P * _WORD_BYTES)
             for plane in gl.static_range(P):
@@ -288,7 +296,7 @@ def _load_x(
     shared, x, sharing, rounds, ROWS: gl.constexpr, STAGES: gl.constexpr, USE_PDL: gl.constexpr
 ):  # fmt: skip
     """x of every half of a turn, as soon as a stage is free."""
-    to_x, _, _, x_there, x_free, _, _ = shared
+    to_x, _, _, x_there, x_free, _, _, _ = shared
     share = _share(sharing)
     if USE_PDL:
         cuda.gdc_wait()
@@ -310,7 +318,7 @@ def many_rows(
     cutters, turns, rounds, tiles, N,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, USE_PDL: gl.constexpr,
+    FIRST_STAGES: gl.constexpr, REGISTERS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """y = x @ weights.T + bias in blocks of ROWS rows and 128 columns of y.
 
@@ -324,6 +332,7 @@ def many_rows(
         gl.allocate_shared_memory(gl.int32, [WORD_STAGES * P, 8, 1, 64], words.layout),
         gl.allocate_shared_memory(y.dtype, [2, min(ROWS, 128), 64], y.layout),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(WORD_STAGES, 1), barriers(WORD_STAGES, 2),
+        barriers(1, 2),
     )  # fmt: skip
     fence_async_shared()
     weights = far_index, far, turn_index, escapes
@@ -338,7 +347,7 @@ def many_rows(
                 1, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF, FIRST_HALF,
                 OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
             )),
-            (_load_words, (shared, words, sharing, rounds, P, WORD_STAGES)),
+            (_load_words, (shared, words, sharing, rounds, P, WORD_STAGES, FIRST_STAGES)),
             (_load_x, (shared, x, sharing, rounds, ROWS, STAGES, USE_PDL)),
         ],
         [4, 1, 1], [REGISTERS, 24, 24],
