@@ -1,6 +1,7 @@
 """Whether two versions of neuzip write the same bytes, and restore what the other wrote.
 
-    python benchmarks/same_bytes.py --other "COMMAND" --other-commit C [--device cuda] [--jobs 8] [--checkpoint FOLDER]
+    python benchmarks/same_bytes.py --other "COMMAND" --other-commit C
+        [--device cuda] [--jobs 8] [--checkpoint FOLDER]
 
 COMMAND starts the other version, for example "../other/.venv/bin/neuzip". Each checkpoint is compressed by
 both versions in several ways; folders must be equal file by file, and each version must restore the other's

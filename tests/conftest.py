@@ -186,7 +186,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels that are slow to compile are kept from one run of pytest to the next, if it has a cache."""
+    """Where kernels that are slow to compile are kept from one run of pytest to the next, if any."""
     if not hasattr(request.config, "cache"):
         return tmp_path_factory.mktemp(KERNELS)
     return request.config.cache.mkdir(KERNELS)  # type: ignore[no-any-return]

@@ -135,8 +135,9 @@ def _prepared(tile: int, packed: PackedTensor) -> PreparedLaunch:
         packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, FREE, FREE, FREE,
         packed.shape[1] // TURN, FREE, tiles, packed.shape[0],
         LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
-        ROWS=tile, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"], FIRST_STAGES=config["first_stages"],
-        REGISTERS=config["registers"], num_warps=4, pdl=True, device=packed.device,
+        ROWS=tile, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],
+        FIRST_STAGES=config["first_stages"], REGISTERS=config["registers"], num_warps=4, pdl=True,
+        device=packed.device,
     )  # fmt: skip
 
 
