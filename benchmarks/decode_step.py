@@ -1,6 +1,6 @@
 """What a step of decoding is made of: kernels and microseconds, with and without what is fused, on one GPU.
 
-    python benchmarks/decode_step.py [--sections steps ring prompt places] [--layers 4] [--list a4.8]
+    python benchmarks/decode_step.py [--sections steps ring places] [--layers 4] [--list a4.8]
 
 `steps`: models of made-up weights, of some layers of Llama-3-8B's shapes (bf16, packed, ans) and of BitNet
 a4.8's 3B (bf16 3b, a4.8, and a4.8 with keys and values in 3 bits). Each is a CUDA graph with the kernels of
@@ -8,9 +8,6 @@ the model's own code, with fused ones, and compiled by torch.compile. Logits of 
 same bits. --list shows the kernels of one form by name, each with what it takes.
 
 `ring`: how many weights `ans` decodes in one launch, in how much memory.
-
-`prompt`: what a prompt of 2,048 tokens takes without a graph: the host, until all is launched; both; and
-kernels alone, those that run at the same time counted once.
 
 `places`: bf16 weights that lie elsewhere: in one piece of memory, as transformers loads them, in many, and
 where buffers have come and gone, as `load_model` does. All take turns.
@@ -22,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import bitnet
@@ -45,12 +40,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "as it is": {"fuse": False}, "fused": {}, "compiled": {"compiled": True}
 }  # fmt: skip
 PROMPT, NEW = 32, 64
-LONG_PROMPT = 2048
 
 
 def main() -> None:
     """Print the tables."""
-    sections = {"steps": steps, "ring": ring, "prompt": prompt, "places": places}
+    sections = {"steps": steps, "ring": ring, "places": places}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--layers", type=int, default=4)
@@ -100,32 +94,6 @@ def ring(arguments: argparse.Namespace) -> None:
         print(f"{room:5} {ahead:6} {us:10.1f}", flush=True)
         del decoder
     buffers.CAPACITY, buffers.AHEAD = usual
-
-
-def prompt(arguments: argparse.Namespace) -> None:
-    """Whether the host or the GPU is what a prompt waits for."""
-    print(f"{'form':9} {'launched':>9} {'ended':>9} {'kernels':>9}  ms")
-    for form in ("bf16", "packed", "ans"):
-        model = made(form, arguments.layers)
-        decoder = GreedyDecoder(model, 1, LONG_PROMPT + 1, graph=False)
-        ids = prompts(model.config.vocab_size, 1, LONG_PROMPT)
-        found = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            decoder.prefill(ids)
-            launched = time.perf_counter() - began
-            torch.cuda.synchronize()
-            found.append((time.perf_counter() - began, launched))
-        ended, launched = sorted(found)[2]
-        busy = until = 0.0
-        for event in profiled(partial(decoder.prefill, ids)):
-            span = event.time_range
-            busy += max(0.0, span.end - max(span.start, until))
-            until = max(until, span.end)
-        print(f"{form:9} {1e3 * launched:9.2f} {1e3 * ended:9.2f} {busy / 1e3:9.2f}", flush=True)
-        del decoder, model
-        free_memory()
 
 
 PLACES = ("as made", "one piece", "one piece, 512 bytes beside", "many pieces", "where buffers were")

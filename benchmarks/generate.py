@@ -1,6 +1,7 @@
 """A Llama-3-8B-shaped model in bf16 and in every residency: tokens a second, memory, logits.
 
-    python benchmarks/generate.py [--sections llama two-gpus wikilm] [--forms bf16 dense packed ans rounded]
+    python benchmarks/generate.py [--sections llama two-gpus wikilm serving]
+        [--forms bf16 dense packed ans rounded]
 
 `bf16` is transformers' own `from_pretrained` of the plain folder, what it is measured against; the others are
 `neuzip.load_model` of the compressed one; `rounded` has 3 mantissa bits and is packed. The weights are made
@@ -19,6 +20,12 @@ at most TIE roundings of bf16 logits apart.
 DFloat11 decodes all weights for each token. Its bound is what its decode kernel alone takes for that, by
 benchmarks/results/gpu_codec.json: everything else would come on top.
 
+`serving` measures what a server with many users does, with bf16 and packed alone: decoding of batches of 64
+and 128 texts, and a prompt of 2,048 tokens, with weights of two laws (weight_laws.py). Both models take
+turns. They may have fewer layers, which the rows name:
+
+    python benchmarks/generate.py --sections serving --layers 8
+
 A section that ran whole, on a GPU, takes its place in benchmarks/results/generate.json. `two-gpus` needs two,
 `wikilm` the folder that NEUZIP_DATA names. Small, for a CPU:
 
@@ -34,125 +41,52 @@ import json
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from llama_model import DEVICE, FORMS, RESIDENCIES, from_pretrained, load, made, nbytes_of, timed
+from model_results import (
+    APART,
+    COMPILED,
+    DECODE,
+    DFLOAT11,
+    ERROR,
+    GENERATED,
+    GENERATED_TIES,
+    GRAPHED,
+    GRAPHED_TIES,
+    LOSSLESS,
+    PEAK,
+    SAME,
+    SPREAD,
+    Results,
+    Row,
+)
 from record import Environment, Measurement, save_sections
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from serving import BATCH_TOKENS, PROMPT, serving, steps_in_turns
+from transformers import AutoTokenizer, PreTrainedModel
+from weight_laws import LAWS
 
 from neuzip.compress import compress
-from neuzip.compress.device import CPU, choose
-from neuzip.compress.rules import rules_of_options
 from neuzip.runtime.decode.agreement import agreement
-from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, prompts, reset_peak, run, synchronize
+from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, prompts, reset_peak, run
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import quiet_transformers
 from neuzip.runtime.hf.residency import memory
 
-Row = dict[str, Any]
 Tensor = torch.Tensor
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-RESIDENCIES = {"dense": "dense", "packed": "packed", "ans": "ans", "rounded": "packed"}
-FORMS = ("bf16", *RESIDENCIES)
-LOSSLESS = ("dense", "packed", "ans")
-KEPT = 3  # mantissa bits of `rounded`
-PROMPT = 32  # tokens before those that are timed
-BATCH_TOKENS = 128
+WHAT = "a Llama-3-8B-shaped model of made-up weights, and wikilm-26m, in every residency"
 ALIKE, MOST_APART = 3, 0.01  # models that are compared; what they may be apart at most
-TURNS = 6
 LOGIT_ROWS = (1, 16)  # positions at a time, both few enough for the kernels of packed
 WIKILM_TOKENS = 256
-SHARD = 4 << 30
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a ratio must be, and should be: at least, or (`most`) at most."""
-
-    must: float
-    stretch: float | None = None
-    most: bool = False
-
-    def met(self, ratio: float, by: float | None = None, apart: float = 0.0) -> bool:
-        """Whether a ratio is as it must be, of runs that are so far apart where nothing differs."""
-        aim = self.must if by is None else by
-        return ratio <= aim + apart if self.most else ratio >= aim - apart
-
-
-DECODE, PEAK = "decode, batch 1", "peak memory, load and tokens"
-APART = "decode, batch 1: models apart"
-COMPILED = ", compiled"
-DFLOAT11, ERROR, SAME = "decode, batch 1, of DFloat11's bound", "error of logits", "logits of the same bits"
-SPREAD = "tokens on two GPUs as on one"
-GENERATED, GRAPHED = "wikilm-26m, generate: original's tokens", "wikilm-26m, graph: original's tokens"
-GENERATED_TIES, GRAPHED_TIES = "wikilm-26m, generate: same or tied", "wikilm-26m, graph: same or tied"
-TARGETS = {
-    (DECODE, "dense"): Target(1.0),
-    **{(what, "packed"): Target(1.15, 1.3) for what in (DECODE, DECODE + COMPILED)},
-    (DECODE, "rounded"): Target(1.6, 2.0),
-    (PEAK, "packed"): Target(0.74, most=True),
-    (PEAK, "ans"): Target(0.70, most=True),
-    (DFLOAT11, "ans"): Target(2.0),
-    (SAME, "dense"): Target(1.0),
-    (SAME, "ans"): Target(1.0),
-    (ERROR, "packed"): Target(1.05, 1.0, most=True),
-    **{(SPREAD, form): Target(1.0) for form in LOSSLESS},
-    **{(what, form): Target(1.0) for what in (GENERATED, GRAPHED) for form in ("dense", "ans")},
-    **{(what, "packed"): Target(1.0) for what in (GENERATED_TIES, GRAPHED_TIES)},
-}
-
-
-@dataclass
-class Results:
-    """The rows so far, each printed as it comes."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def add(
-        self, what: str, by: str, value: float, unit: str, ratio: float | None = None, apart: float = 0.0
-    ) -> None:
-        """A figure, and its ratio to what its target is about; for `apart` see `Target.met`."""
-        row: Row = {"what": what, "by": by, "value": value, "unit": unit}
-        line = f"{what:42}{by:8}{value:12,.6g} {unit:10}"
-        if ratio is not None:
-            row["ratio"] = ratio
-            line += f"{ratio:7.3f}x"
-        target = TARGETS.get((what, by))
-        if target is not None and ratio is not None:
-            row |= {"must": target.must, "most": target.most, "met": target.met(ratio, apart=apart)}
-            line += (
-                f"  must {'<=' if target.most else '>='} {target.must}: {'met' if row['met'] else 'MISSED'}"
-            )
-            if apart:
-                row["apart"] = apart
-                line += f" (runs of the same are {100 * apart:.2f} % apart)"
-            if target.stretch is not None:
-                row |= {"stretch": target.stretch, "stretched": target.met(ratio, target.stretch)}
-                line += f", stretch {target.stretch}: {'reached' if row['stretched'] else 'not reached'}"
-        print(line, flush=True)
-        self.rows.append(row)
-
-    def value(self, what: str, by: str) -> float | None:
-        """A figure that was added."""
-        return next((float(r["value"]) for r in self.rows if (r["what"], r["by"]) == (what, by)), None)
-
-    def against_bf16(self, what: str, by: str, value: float, unit: str) -> None:
-        """A figure with its ratio to that of bf16, which comes first."""
-        base = self.value(what, "bf16")
-        self.add(what, by, value, unit, None if base is None else value / base)
 
 
 def main() -> None:
-    """Measure all sections, print the figures, save them."""
-    sections = {"llama": llama, "two-gpus": two_gpus, "wikilm": wikilm}
+    """Measure all sections, print the figures, save each section."""
+    sections = {"llama": llama, "two-gpus": two_gpus, "wikilm": wikilm, "serving": serving}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
@@ -160,31 +94,43 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--words", type=int, default=128_256, help="of the vocabulary")
     parser.add_argument("--batches", type=int, nargs="*", default=[8, 32], help="beside 1")
+    parser.add_argument("--serving-batches", type=int, nargs="*", default=[64, 128], help="of serving")
+    parser.add_argument("--laws", nargs="+", choices=LAWS, default=list(LAWS), help="of weights, of serving")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--no-compile", action="store_true", help="leave out the rows of compiled steps")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="has 36 GB free")
     arguments = parser.parse_args()
-    names = ("forms", "layers", "hidden", "words", "batches", "new_tokens", "prefill")
-    whole = DEVICE.type == "cuda" and all(getattr(arguments, n) == parser.get_default(n) for n in names)
+    whole = {name: DEVICE.type == "cuda" and is_whole(name, arguments, parser) for name in arguments.sections}
     packages = ("neuzip-toolkit", "torch", "triton", "transformers")
-    environment = Environment.here(*packages, gpu=DEVICE.type == "cuda", needs_commit=whole)
-    of_sections: dict[str, list[Row]] = {}
+    environment = Environment.here(*packages, gpu=DEVICE.type == "cuda", needs_commit=any(whole.values()))
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, quiet_transformers():
         for name in arguments.sections:
-            results = Results()
+            save = partial(save_section, name, environment)
+            results = Results(save=save) if whole[name] else Results()
             sections[name](arguments, Path(folder), results)
-            if results.rows:
-                of_sections[name] = results.rows
-    rows = [row for of_section in of_sections.values() for row in of_section]
+            results.save(results.rows)
+            rows += results.rows
     aimed = [row for row in rows if "met" in row]
     print(f"\n{sum(not row['met'] for row in aimed)} of {len(aimed)} targets missed")
-    if whole:
-        what = "a Llama-3-8B-shaped model of made-up weights, and wikilm-26m, in every residency"
-        measured = {name: Measurement(environment, rows) for name, rows in of_sections.items()}
-        print(f"saved {save_sections('generate', what, measured)}")
-    else:
-        print("not saved: this was a small run")
+    for name in arguments.sections:
+        if not whole[name]:
+            print(f"{name} is not saved: this was a small run")
+
+
+def is_whole(section: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether a section has its usual size, and is saved; the layers of `serving` are named in its rows."""
+    names = {"hidden", "words", "prefill"}
+    names |= {"serving_batches"} if section == "serving" else {"forms", "layers", "batches", "new_tokens"}
+    return all(getattr(arguments, name) == parser.get_default(name) for name in names)
+
+
+def save_section(name: str, environment: Environment, rows: list[Row]) -> None:
+    """Put the rows of a section, if there are any, into the place of those that were saved before."""
+    if rows:
+        path = save_sections("generate", WHAT, {name: Measurement(environment, rows)})
+        print(f"saved {name} in {path}")
 
 
 # The 8B-shaped model
@@ -217,90 +163,6 @@ def llama(arguments: argparse.Namespace, folder: Path, results: Results) -> None
             compare_logits(form, logits, expected, exact, results)
         del model
     free_memory()
-
-
-def made(arguments: argparse.Namespace, forms: Sequence[str], folder: Path) -> dict[str, Path]:
-    """The checkpoint, plain and compressed, as far as the forms need it and it is not there yet."""
-    paths = {name: folder / name for name in ("plain", "small", "rounded")}
-    if not paths["plain"].exists():
-        with timed("written, plain"):
-            write_model(paths["plain"], arguments)
-    device = choose("cuda", nbytes_of(paths["plain"])) if DEVICE.type == "cuda" else CPU
-    if set(forms) & set(LOSSLESS) and not paths["small"].exists():
-        with timed("compressed, lossless"):
-            compress(paths["plain"], paths["small"], verify=False, device=device)
-    if "rounded" in forms and not paths["rounded"].exists():
-        with timed(f"compressed, {KEPT} mantissa bits"):
-            rules = rules_of_options(KEPT, "none")
-            compress(paths["plain"], paths["rounded"], rules, verify=False, device=device)
-    return paths
-
-
-def nbytes_of(folder: Path) -> int:
-    """Of the weights of a checkpoint."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def write_model(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write a checkpoint of shards as `save_pretrained` would."""
-    config = LlamaConfig(
-        vocab_size=arguments.words,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.hidden * 7 // 2,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 128,
-        num_key_value_heads=max(1, arguments.hidden // 512),
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        dtype=torch.bfloat16,
-        bos_token_id=0,
-        eos_token_id=None,
-        architectures=["LlamaForCausalLM"],
-    )
-    folder.mkdir()
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    weight_map: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-        shard.clear()
-
-    for name, shape in shapes.items():
-        if len(shape) == 1:
-            values = torch.ones(shape, dtype=torch.bfloat16)
-        else:
-            values = torch.empty(shape, device=DEVICE).normal_(0, 0.02, generator=generator)
-            values = values.to(torch.bfloat16).cpu()
-        if shard and sum(t.nbytes for t in shard.values()) + values.nbytes > SHARD:
-            flush()
-        shard[name] = values
-        total += values.nbytes
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def load(form: str, folders: dict[str, Path]) -> PreTrainedModel:
-    """A form of the model."""
-    if form == "bf16":
-        return from_pretrained(folders["plain"])
-    path = folders["rounded" if form == "rounded" else "small"]
-    return load_model(path, device=DEVICE, residency=RESIDENCIES[form])
-
-
-def from_pretrained(path: Path) -> PreTrainedModel:
-    """As transformers loads a plain folder; on a GPU by way of accelerate, straight onto it."""
-    placed = {"device_map": {"": DEVICE}} if DEVICE.type == "cuda" else {}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **placed)
-    return model.eval()
 
 
 def decode_one(
@@ -344,15 +206,7 @@ def in_turns(arguments: argparse.Namespace, models: list[PreTrainedModel]) -> li
 
     Each turn is in the other direction than the one before.
     """
-    decoders = [GreedyDecoder(model, 1, PROMPT + arguments.new_tokens) for model in models]
-    ids = prompts(models[0].config.vocab_size, 1, PROMPT)
-    steps: list[list[float]] = [[] for _ in models]
-    order = list(zip(decoders, steps, strict=True))
-    for _ in range(TURNS):
-        for decoder, mine in order:
-            mine += run(decoder, ids, min(BATCH_TOKENS, arguments.new_tokens)).step_seconds
-        order.reverse()
-    medians = [statistics.median(mine) for mine in steps]
+    medians = steps_in_turns(models, 1, min(BATCH_TOKENS, arguments.new_tokens), arguments.new_tokens)
     print("  in turns: " + " ".join(f"{1e6 * step:.1f}" for step in medians) + " us", flush=True)
     return medians
 
@@ -500,16 +354,6 @@ def share(found: Tensor, expected: Tensor) -> tuple[float, str, float]:
     """How many tokens are those expected, as a row wants it."""
     same = int((found.cpu() == expected.cpu()).sum())
     return same, f"of {expected.numel()}", same / expected.numel()
-
-
-@contextmanager
-def timed(what: str) -> Iterator[None]:
-    """Say how long something took."""
-    synchronize(DEVICE)
-    began = time.perf_counter()
-    yield
-    synchronize(DEVICE)
-    print(f"  {what} in {time.perf_counter() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

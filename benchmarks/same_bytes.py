@@ -1,6 +1,7 @@
 """Whether two versions of neuzip write the same bytes, and restore what the other wrote.
 
-    python benchmarks/same_bytes.py --other "COMMAND" --other-commit C [--device cuda] [--checkpoint FOLDER]
+    python benchmarks/same_bytes.py --other "COMMAND" --other-commit C
+        [--device cuda] [--jobs 8] [--checkpoint FOLDER]
 
 COMMAND starts the other version, for example "../other/.venv/bin/neuzip". Each checkpoint is compressed by
 both versions in several ways; folders must be equal file by file, and each version must restore the other's
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--other", required=True, help="the command that starts the other version")
     parser.add_argument("--other-commit", required=True, help="the commit of the other version")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="ways that are compared at a time")
     parser.add_argument("--checkpoint", type=Path, action="append", default=[])
     options = parser.parse_args()
     versions = Versions({"this": shlex.split(THIS), "other": shlex.split(options.other)}, options.device)
@@ -156,13 +159,17 @@ def main() -> None:
         demo = work / "demo"
         shutil.copytree(ROOT / "eval" / "demo" / "checkpoint", demo)
         checkpoints = [demo, every_dtype(work / "every-dtype"), *(c.resolve() for c in options.checkpoint)]
+        cases = []
         for checkpoint in checkpoints:
             base = changed(checkpoint, work / f"base of {checkpoint.name}")
             for number, (way, extra) in enumerate((WAYS | {DELTA: ["--base", str(base)]}).items()):
-                stored = versions.compare(way, checkpoint, extra, work / f"{checkpoint.name}-{number}")
+                cases.append((way, checkpoint, extra, work / f"{checkpoint.name}-{number}"))
+        with ThreadPoolExecutor(options.jobs) as threads:
+            stored_bytes = threads.map(lambda case: versions.compare(*case), cases)
+            for (way, checkpoint, _, folder), stored in zip(cases, stored_bytes, strict=True):
                 print(f"{checkpoint.name}: {way}: equal, {stored:,} bytes", file=sys.stderr)
                 rows.append({"checkpoint": checkpoint.name, "way": way, "bytes": stored})
-                shutil.rmtree(work / f"{checkpoint.name}-{number}")
+                shutil.rmtree(folder)
     environment = Environment.here("numpy", "torch", gpu=options.device != "cpu")
     measurement = Measurement(environment, rows, {"other": options.other_commit})
     save(f"same_bytes_{options.device}", "two versions write the same bytes", measurement)

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from neuzip.cli import deprecated, options
+from neuzip.cli.library_warnings import as_lines
 from neuzip.cli.needs import Needs, refuse_without_effect
 from neuzip.cli.output import Output
 from neuzip.distribution import require
@@ -40,7 +41,8 @@ def page(
 
         def invoke(self, ctx: Any) -> Any:
             require(f"neuzip {verb}", *packages)
-            return super().invoke(ctx)
+            with as_lines(Output().warning):
+                return super().invoke(ctx)
 
         def format_options(self, ctx: Any, formatter: Any) -> None:
             records: dict[str, list[tuple[str, str]]] = defaultdict(list)

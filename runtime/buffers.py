@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from neuzip.kernels.rans.coded import TOGETHER
 from neuzip.kernels.device.capture import capture_id
+from neuzip.kernels.rans.coded import TOGETHER
 
 T = TypeVar("T")
 

@@ -73,6 +73,8 @@ KERNELS_BYTES = 1 << 29
 def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):  # a worker of xdist, while others use the folder
         return
+    if not hasattr(session.config, "cache"):  # -p no:cacheprovider
+        return
     folder = session.config.cache.mkdir(KERNELS)
     if sum(path.stat().st_size for path in folder.rglob("*")) > KERNELS_BYTES:
         shutil.rmtree(folder)
@@ -183,9 +185,11 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def kernel_cache(request: pytest.FixtureRequest) -> Path:
-    """Where kernels that are slow to compile are kept from one run of pytest to the next."""
-    return request.config.cache.mkdir(KERNELS)
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels that are slow to compile are kept from one run of pytest to the next, if any."""
+    if not hasattr(request.config, "cache"):
+        return tmp_path_factory.mktemp(KERNELS)
+    return request.config.cache.mkdir(KERNELS)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")

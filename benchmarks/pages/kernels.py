@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from packed_groups import GROUPS, lossless
+
 from pages.layout import Document, load, render
 from pages.quoted import BLOCKS as QUOTED
 from pages.weights import blocks_worth
@@ -46,10 +48,11 @@ def ans() -> str:
 def packed() -> str:
     """How near products with packed weights come to their limit."""
     sections = load("packed_linear")["sections"]
-    lossless = [r for r in sections["products"]["results"] if r["kept"] == 7]
-    bits = sections["bits"]["results"][0]["bits"]
-    by_batch = [[r for r in lossless if r["rows"] in batches] for batches in ((1,), (8, 16, 32), (2048,))]
-    return products("kernels.packed", sections["products"], bits, by_batch)
+    section, bits = sections["products"], [r["bits"] for r in sections["bits"]["results"]]
+    results = lossless(section["results"])
+    groups = [(group, [r["speedup"] for r in results if r["rows"] in group.rows]) for group in GROUPS]
+    read = [r["gb_s_read"] / section["device_copy_gb_s"] for r in results if r["rows"] == 1]
+    return render("kernels.packed", section, sorted({f"{16 / one:.2f}" for one in bits}), groups, read)
 
 
 def ternary() -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from packed_groups import LAW_NAMES, GroupFigures, group_figures, lossless
 
 from pages.layout import Document, judged, machine, renamed, render, slower, table
 
@@ -10,20 +13,48 @@ Row = dict[str, Any]
 
 
 def packed_linear(document: Document) -> str:
-    """Products with packed weights, for every shape and number of rows, against cuBLAS."""
+    """Products with packed weights against cuBLAS: groups of batches, and every shape."""
     products, bits = document["sections"]["products"], document["sections"]["bits"]
-    shapes: dict[tuple[int, int], list[str]] = {}
-    columns: dict[tuple[int, int], Row] = {}
-    for r in products["results"]:
-        columns.setdefault((r["rows"], r["kept"]), r)
-        cells = shapes.setdefault((r["out"], r["in"]), [f"{r['out']} x {r['in']}"])
-        labels = judged(r["speedup"], r["must"]) + slower(r["speedup"])
-        cells.append(f"{r['speedup']:.2f}{labels} ({r['packed_us']:.1f} us)")
-    heads = [f"batch {rows:,}{'' if kept == 7 else f', {kept} mantissa bits'}" for rows, kept in columns]
-    aims = ["target", *(r["must"] for r in columns.values())]
-    measured = products["environment"] | {"commit": commits(products["results"])}
+    results = products["results"]
+    groups = [group_row(figures) for figures in group_figures(results)]
+    laws = [
+        (LAW_NAMES[law], speed_table([r for r in results if r["law"] == law]))
+        for law in dict.fromkeys(r["law"] for r in lossless(results))
+    ]
+    measured = products["environment"] | {"commit": commits(results)}
     where = [machine(measured), machine(bits["environment"])]
-    return render("running.packed_linear", document, heads, [aims, *shapes.values()], where)
+    return render("running.packed_linear", document, groups, laws, where)
+
+
+def group_row(figures: GroupFigures) -> list[str]:
+    """The least speed and the mean of a group of batches, with their targets."""
+    group = figures.group
+    incomplete = f", cases not measured: {figures.missing}" if figures.missing else ""
+    return [
+        group.name, LAW_NAMES[figures.law],
+        f"{figures.least:.2f}{judged(figures.least, group.least)} ({figures.least_case}){incomplete}",
+        f"{group.least:g}", f"{figures.mean:.2f}{judged(figures.mean, group.mean)}{incomplete}",
+        f"{group.mean:g} / {group.stretch:g}{', stretch reached' if figures.stretched else ''}",
+    ]  # fmt: skip
+
+
+def speed_table(results: Sequence[Row]) -> str:
+    """The speed of every shape, a line each, and batch, a column each."""
+    columns = sorted({(-r["kept"], r["rows"]) for r in results})
+    shapes: dict[tuple[int, int], dict[tuple[int, int], Row]] = {}
+    for r in results:
+        shapes.setdefault((r["out"], r["in"]), {})[-r["kept"], r["rows"]] = r
+    lines = [
+        [f"{shape[0]} x {shape[1]}", *(speed(cases[column]) if column in cases else "" for column in columns)]
+        for shape, cases in shapes.items()
+    ]
+    heads = [f"batch {rows:,}{'' if kept == -7 else f', {-kept} mantissa bits'}" for kept, rows in columns]
+    return table(["weights, out x in", *heads], lines)
+
+
+def speed(row: Row) -> str:
+    """A speed relative to cuBLAS."""
+    return f"{row['speedup']:.2f}{slower(row['speedup'])}"
 
 
 def commits(results: list[Row]) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
+from neuzip.cli.kernels import likely_tokens, prefetch_kernels
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
@@ -118,18 +119,24 @@ def command(
     require_device(device, residency)
     text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)
+    import_large("neuzip.runtime.devices")  # which imports torch
+    from neuzip.runtime.devices import choose_device
+
+    place = choose_device(device)
+    likely = likely_tokens(text)
+    prefetch_kernels(out, path, place, residency, likely)  # before transformers, which takes long to import
     import_large()
     from neuzip.runtime.decode.benchmark import peak_bytes, reset_peak
     from neuzip.runtime.decode.generate import generate
     from neuzip.runtime.decode.prompt import prepare
-    from neuzip.runtime.devices import choose_device
     from neuzip.runtime.hf.attention import uses
     from neuzip.runtime.hf.attention_choice import choose
     from neuzip.runtime.hf.load import load_model
     from neuzip.runtime.hf.ternary_layers import activations_in_use
 
-    place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
+    if task.ids.numel().bit_length() != likely.bit_length():  # products are compiled for powers of 2
+        prefetch_kernels(out, path, place, residency, task.ids.numel())
     warn_of_plain_inputs(out, path, (residency,), activations)
     if place.type == "cpu" and RESIDENCIES[residency].is_slow_on_cpu:
         out.hint(f"on a CPU {residency} weights run by slow reference code; --residency dense is faster")

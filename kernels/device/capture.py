@@ -15,6 +15,8 @@ def capture_id(device: torch.device) -> int:
     stream = torch._C._cuda_getCurrentRawStream(device.index)  # for every product: without an object
     if not stream:
         return 0  # the legacy default stream is never captured
+    if torch._C._cuda_getDevice() == device.index and not torch._C._cuda_isCurrentStreamCapturing():
+        return 0  # the usual answer, which torch has sooner than ctypes
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = _driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None

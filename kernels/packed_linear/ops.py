@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
 from neuzip.kernels.packed_linear.turns import by_turn
 
 FEW_ROWS = 64
-"""Up to so many rows of x, a GPU multiplies from the packed form; with more, if that is faster."""
+"""Rows of x that any GPU multiplies from the packed form, at most; with more, Hopper alone does."""
 
 CHUNK = 48 << 20
 """Bytes of dense weights that a product decodes at a time, or more: most stay in the second-level cache."""
@@ -28,6 +30,10 @@ LARGEST = 256 << 20
 A gradient decodes all of them at once."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def pack(weight: torch.Tensor) -> PackedTensor:
@@ -99,6 +105,8 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     All three have one dtype, else TypeError; under autocast x and bias are cast to that of the weights.
     Raises ValueError for shapes and devices that do not go together.
     """
+    if is_usual(x, packed, bias):
+        return product(x, packed, bias)
     for name, one in (("x", x), ("bias", bias)):
         if one is not None and one.device != packed.device:
             raise ValueError(f"{name} is on {one.device}, the packed weights are on {packed.device}")
@@ -114,21 +122,47 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
     if _needs_operator(x, packed.words, bias):
         return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
-    return _product(x, packed, bias)
+    return product(x, packed, bias)
 
 
-def _needs_operator(*tensors: torch.Tensor | None) -> bool:
+def is_usual(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
+    """Whether x and bias fit the weights and nothing else has a say, so that `product` can be called.
+
+    Every product asks this, so it asks torch for as little as possible.
+    """
+    words = packed.words
+    return (
+        type(x) in _PLAIN
+        and x.dtype == packed.dtype
+        and x.device == words.device
+        and x.dim() > 0
+        and x.size(-1) == packed.shape[1]
+        and (bias is None or _is_usual_bias(bias, packed))
+        and not _any_autocast()
+        and not _needs_operator(x, words, bias)
+    )
+
+
+def _is_usual_bias(bias: torch.Tensor, packed: PackedTensor) -> bool:
+    return bias.dtype == packed.dtype and bias.device == packed.device and bias.shape == packed.shape[:1]
+
+
+def _needs_operator(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether autograd, a compiler, a mode or a class of tensors has to see a product as an operator.
 
     To call that takes the host about as long as the launch of a kernel.
     """
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or any(type(t) not in _PLAIN or t.is_meta for t in tensors if t is not None)
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
+        or type(x) not in _PLAIN
+        or type(words) not in _PLAIN
+        or (bias is not None and type(bias) not in _PLAIN)
+        or words.is_meta
+        or x.is_meta
+        or _dispatch_modes() > 0
+        or _functorch_level() is not None
+        or _tracing() is not None
+        or (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
     )
 
 
@@ -199,7 +233,7 @@ def _(ids, *weights):  # type: ignore[no-untyped-def]
     "neuzip::packed_linear", mutates_args=(), schema=f"(Tensor x, Tensor? bias, {_WEIGHTS}) -> Tensor"
 )
 def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
-    return _product(x, PackedTensor.of_arguments(*weights), bias)
+    return product(x, PackedTensor.of_arguments(*weights), bias)
 
 
 @_linear.register_fake
@@ -229,9 +263,11 @@ _linear.register_autograd(_backward, setup_context=_keep_for_backward)
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
     """Whether Triton does the work; the reference does it on a CPU. Raises ValueError for other devices."""
-    if tensor.device.type not in ("cuda", "cpu"):
+    if tensor.is_cuda:
+        return True
+    if tensor.device.type != "cpu":
         raise ValueError(f"packed weights are on a CUDA device or on the CPU, not on {tensor.device}")
-    return tensor.is_cuda
+    return False
 
 
 def _as_numpy(packed: PackedTensor) -> Packed:
@@ -257,11 +293,11 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
         dense.view(torch.int16).copy_(torch.from_numpy(bits.view("i2")))
 
 
-def _product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weights.T + bias: from the packed form where that is faster, else decoded in chunks."""
+def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weights.T + bias where `is_usual`: from the packed form where that is faster, else decoded."""
     out, columns = packed.shape
     y = None
-    if _on_gpu(packed.words) and x.numel() and packed.words.numel():
+    if x.numel() and packed.words.numel() and _on_gpu(packed.words):
         y = _multiply_packed(x.contiguous(), packed, None if bias is None else bias.contiguous())
     if y is None:
         y = _multiply_decoded(x.reshape(math.prod(x.shape[:-1]), columns), packed, bias)
@@ -273,16 +309,44 @@ def _product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -
 
 def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """x @ weights.T + bias for x [..., in] from the packed form; None where decoding first is to be done."""
-    columns = packed.shape[1]
-    if x.numel() <= FEW_ROWS * columns:
-        from neuzip.kernels.packed_linear.triton import linear as triton_linear
-
-        return triton_linear.linear(x.view(-1, columns), packed, bias)
-    if not is_hopper(x.device):
+    rows = x.numel() // packed.shape[1]
+    if rows > 1 and is_hopper(x.device):
+        many_rows = _gluon_linear()
+        if many_rows.pays(rows, packed):
+            return many_rows.linear(x, packed, bias)  # type: ignore[no-any-return]
+    if rows > FEW_ROWS:
         return None
-    from neuzip.kernels.packed_linear.gluon import linear as gluon_linear
+    return _triton_linear().linear(x.view(rows, -1), packed, bias)  # type: ignore[no-any-return]
 
-    return gluon_linear.linear(x, packed, bias) if gluon_linear.pays(x, packed) else None
+
+@functools.cache
+def _triton_linear() -> Any:
+    """Products of a few rows, which only a machine with Triton can import."""
+    from neuzip.kernels.packed_linear.triton import linear
+
+    return linear
+
+
+@functools.cache
+def _gluon_linear() -> Any:
+    """Products of many rows, which only a machine with Triton can import."""
+    from neuzip.kernels.packed_linear.gluon import linear
+
+    return linear
+
+
+def compile_products(packed: PackedTensor, rows: int, bias: bool = False) -> None:
+    """Compile what `linear` launches for some rows of x and weights like `packed`, for the current GPU.
+
+    `packed` has no values: it is on the meta device.
+    """
+    from neuzip.kernels.packed_linear.triton import pack as triton_pack
+
+    out, columns = packed.shape
+    x = torch.empty(rows, columns, dtype=packed.dtype, device="meta")
+    added = torch.empty(out, dtype=packed.dtype, device="meta") if bias else None
+    if _multiply_packed(x, packed, added) is None:
+        triton_pack.decode(packed, 0, out, torch.empty(out, columns, dtype=packed.dtype, device="meta"))
 
 
 def _multiply_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -10,10 +10,23 @@ import torch
 
 from neuzip.kernels.dtypes import dtype_of, torch_dtypes_for
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
-from neuzip.kernels.packed_linear.form import PackedLayout
+from neuzip.kernels.packed_linear.form import (
+    FEW_ESCAPES,
+    TILE_ROWS,
+    TURN,
+    PackedLayout,
+    index_shape,
+    words_shape,
+)
 
 ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes", "turn_index", "turn_escapes")
 """The tensors of a PackedTensor."""
+
+TYPICAL = 6000
+"""Weights of which one is an escape, in trained models."""
+
+BASE = 15
+"""A base that a window of any format may have."""
 
 T = TypeVar("T")
 
@@ -53,6 +66,27 @@ class PackedTensor:
     turn_index: torch.Tensor
     turn_escapes: torch.Tensor
     _derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def without_values(cls, out: int, columns: int, dtype: torch.dtype, low_bits: int = 8) -> PackedTensor:
+        """Arrays on the meta device, as weights of a shape and dtype have them that are packed well.
+
+        How many far words and escapes there are only their values tell: the arrays for these have one each.
+        """
+        fmt = format_of(dtype)
+        layout = PackedLayout(fmt, low_bits)
+        few = out * columns // TYPICAL <= FEW_ESCAPES
+        tiles, turns, whole = -(-out // TILE_ROWS), columns // TURN, columns % TURN == 0
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        return cls(
+            (out, columns), dtype, low_bits, BASE, 0,
+            numbers(*words_shape(out, columns, layout)), numbers(*index_shape(out, columns)), numbers(1),
+            numbers(out + 1, dtype=torch.int16 if few else torch.int32), numbers(1),
+            *((numbers(tiles, turns, 2), numbers(1)) if whole else (numbers(0, 0, 2), numbers(0))),
+        )  # fmt: skip
 
     def once(self, name: str, make: Callable[[PackedTensor], T]) -> T:
         """`make(self)`, computed once and cached under a name: what launches of a kernel have in common."""

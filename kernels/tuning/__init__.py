@@ -17,8 +17,9 @@ values, or bounds: `min` and `max` include their number, `above` and `below` do 
 parts of names of cards, counts on these cards only. The last entry of a kernel has no conditions.
 
 An architecture without a file for an operator gets the file of the nearest one: the newest that is older,
-else the oldest. Triton's interpreter gets that of Hopper. `source` says which file it is. To tune a card, add
-its folder and run tests/kernels/test_tuning.py.
+else the oldest. The first launch on such a card gives an UntunedGpuWarning, once a process and card. Triton's
+interpreter gets the file of Hopper. `source` says which file it is. benchmarks/tune.py measures a card and
+writes its file; docs/contributing/tune-a-gpu.md says how.
 
 No launch parameter changes a result: tables are about speed only.
 """
@@ -27,11 +28,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from neuzip.kernels.device.properties import card_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,6 +54,19 @@ INTERPRETED = 90
 BOUNDS = ("min", "max", "above", "below")
 
 Value = bool | int | float | str
+
+Entry = Mapping[str, Any]
+"""An entry of a table: `use`, and perhaps `when`, `cards` and `measured`."""
+
+_replaced: dict[str, Sequence[Entry]] = {}
+"""Entries that `replaced` has in force, by "operator.kernel"."""
+
+_warned: set[torch.device] = set()
+"""Cards for which UntunedGpuWarning was given."""
+
+
+class UntunedGpuWarning(UserWarning):
+    """A GPU runs with the launches of another architecture: results are the same, speed may be lower."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +87,52 @@ class TuningSource:
 def launch_for(name: str, device: torch.device, **shape: Value) -> Mapping[str, Any]:
     """The launch parameters of a kernel, "operator.kernel", for a shape on a device.
 
-    Results are cached. Raises KeyError for a kernel that has no table, and for a variable of a condition that
+    Results are cached. The first launch on a card whose architecture has no file of the operator gives an
+    UntunedGpuWarning. Raises KeyError for a kernel that has no table, and for a variable of a condition that
     `shape` lacks.
     """
     import torch
 
     operator, _, kernel = name.partition(".")
+    device = card_of(device)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    entries = read(source(operator, device).path)[kernel]
+    file = source(operator, device)
+    if not file.is_own and device not in _warned:
+        _warned.add(device)
+        warnings.warn(_untuned(operator, card, file), UntunedGpuWarning, stacklevel=2)
+    entries = _replaced[name] if name in _replaced else read(file.path)[kernel]
     for entry in entries:
         if holds(entry, shape, card):
             return MappingProxyType(entry["use"])
     raise KeyError(f"no entry of {name} has conditions that hold for {shape}")
+
+
+@contextmanager
+def replaced(tables: Mapping[str, Sequence[Entry]]) -> Iterator[None]:
+    """Context in which kernels, by "operator.kernel", have these entries and not those of the files.
+
+    It is for measuring candidates. Functions that cache what `launch_for` gives have to be cleared by the
+    caller, within the context and after it.
+    """
+    before = dict(_replaced)
+    _replaced.update(tables)
+    launch_for.cache_clear()
+    try:
+        yield
+    finally:
+        _replaced.clear()
+        _replaced.update(before)
+        launch_for.cache_clear()
+
+
+def _untuned(operator: str, card: str, file: TuningSource) -> str:
+    """What UntunedGpuWarning says."""
+    own, other = (f"{number // 10}.{number % 10}" for number in (file.card_architecture, file.architecture))
+    return (
+        f"{operator} has no launch parameters for {card} (compute capability {own}) and uses those for "
+        f"{other}; results are the same, but it may be slower; "
+        "benchmarks/tune.py in neuzip's repository tunes a GPU"
+    )
 
 
 def holds(entry: Mapping[str, Any], shape: Mapping[str, Value], card: str) -> bool:

@@ -63,7 +63,8 @@ class Generation:
     `tokens` are all new tokens, including those of a stop string. `seconds` and `first_token_seconds` count
     from the start of the call. `finish_reason` is "length" if the limit of new tokens ended the text, else
     "stop". For a quantised KV cache, `cache_bytes` is its final size, and `attention` says how attention read
-    it. `graphed` says whether steps ran as a CUDA graph; if not, `not_graphed` says why.
+    it. `graphed` says whether steps ran as a CUDA graph; if not, `not_graphed` says why. `capture_seconds`
+    passed behind the first token until the steps were captured in that graph.
     """
 
     text: str
@@ -75,11 +76,13 @@ class Generation:
     attention: str | None = None
     graphed: bool = False
     not_graphed: str | None = None
+    capture_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed after the first token, so without the prompt. None if the text has only one token."""
-        more, seconds = len(self.tokens) - 1, self.seconds - self.first_token_seconds
+        """Speed after the first token, without prompt and capture. None if the text has only one token."""
+        more = len(self.tokens) - 1
+        seconds = self.seconds - self.first_token_seconds - self.capture_seconds
         return more / seconds if more > 0 and seconds > 0 else None
 
 
@@ -103,8 +106,9 @@ def generate(
 
     `loop` "transformers" is that of transformers, "static" a `GreedyDecoder`, on a GPU with its steps in a
     CUDA graph, and with memory for all tokens from the start. "auto" is the latter on one GPU, but for models
-    that cannot be captured or whose generation config asks for more: `not_static`. On a CPU "auto" is the
-    former. Both choose alike, but add in another order: nearly tied tokens may come out otherwise.
+    whose generation config asks for more: `not_static`. It gives the first token before it captures the
+    steps, and goes on without a graph if they cannot be captured. On a CPU "auto" is the former. Both choose
+    alike, but add in another order: nearly tied tokens may come out otherwise.
 
     Raises NeuzipError for "static" where `not_static` gives a reason or a GPU cannot capture, and for both if
     memory for the KV cache runs out; UsageError for an empty string in `stop`.
@@ -114,9 +118,17 @@ def generate(
     began = time.perf_counter()
     with quiet_transformers(), naming_tokenizer(prompt.tokenizer):
         decoder, reason = _decoder(model, prompt, kv_bits, loop)
+        capture = 0.0
         with _seeded(seed, input_device(model)):
             if decoder is not None:
-                tokens = _decode(decoder, prompt, sampling, stream)
+                try:
+                    with _naming_memory(model, prompt):
+                        chosen = decoder.prefill(prompt.ids)
+                except NotGraphable as error:
+                    decoder, reason = None, error.reason
+            if decoder is not None:
+                tokens, failure, capture = _decode(decoder, chosen, prompt, sampling, stream)
+                reason = reason if failure is None else failure
                 cache = None if kv_bits is None else (decoder.cache_bytes, decoder.attention)
             else:
                 tokens, cache = _by_transformers(model, prompt, sampling, kv_bits, stream)
@@ -129,7 +141,9 @@ def generate(
         tokens, finish = tokens[: stream.stopped_after], "stop"
     else:
         finish = _finish(tokens, prompt, model.generation_config)
-    return Generation(text, tuple(tokens), seconds, first, finish, cache_bytes, attention, graphed, reason)
+    return Generation(
+        text, tuple(tokens), seconds, first, finish, cache_bytes, attention, graphed, reason, capture
+    )
 
 
 def _finish(tokens: Sequence[int], prompt: Prompt, config: GenerationConfig) -> Finish:
@@ -176,47 +190,72 @@ def _decoder(
         raise NeuzipError(f"the static loop: {reason}", 'leave out loop="static"')
     if reason is not None:
         return None, reason
-    capacity = prompt.ids.shape[1] + prompt.max_new_tokens
     try:
-        decoder = GreedyDecoder(model, 1, capacity, kv_bits=kv_bits)
+        with _naming_memory(model, prompt):
+            decoder = GreedyDecoder(model, 1, _capacity(prompt), kv_bits=kv_bits, later=loop == "auto")
     except NotGraphable as error:
         if loop == "static":
             raise
         return None, error.reason
-    except torch.cuda.OutOfMemoryError as error:
-        raise NeuzipError(
-            f"{type(model).__name__}: no memory for keys and values of {capacity:,} tokens at once",
-            "give a smaller `max_new_tokens`, or `graph=False`, which takes memory as the text grows",
-        ) from error
-    if decoder.graphed:
+    if decoder.graphed or decoder.waits:
         return decoder, None
     reason = "it is not on one GPU alone, or keeps something else than keys and values"
     return (decoder if loop == "static" else None), reason
 
 
-def _decode(decoder: GreedyDecoder, prompt: Prompt, sampling: Sampling, stream: TextStream) -> list[int]:
-    """The new tokens, told as they come.
+def _capacity(prompt: Prompt) -> int:
+    """Tokens of a prompt, with those that may follow."""
+    return prompt.ids.shape[1] + prompt.max_new_tokens
+
+
+@contextmanager
+def _naming_memory(model: PreTrainedModel, prompt: Prompt) -> Iterator[None]:
+    """Raise NeuzipError where there is no memory for all keys and values of a text."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise NeuzipError(
+            f"{type(model).__name__}: no memory for keys and values of {_capacity(prompt):,} tokens at once",
+            "give a smaller `max_new_tokens`, or `graph=False`, which takes memory as the text grows",
+        ) from error
+
+
+def _decode(
+    decoder: GreedyDecoder, chosen: torch.Tensor, prompt: Prompt, sampling: Sampling, stream: TextStream
+) -> tuple[list[int], str | None, float]:
+    """The new tokens, told as they come; why steps could not be captured, and seconds that the capture took.
+
+    `chosen` follows the prompt.
 
     A step is launched before the token it goes on with is read, so that a GPU does not wait for the host: one
     step is in vain where a text ends early.
     """
     ends, warpers = _ends(decoder.model.generation_config), sampling.warpers()
     tokens: list[int] = []
+    reason, seconds = None, 0.0
     stream.put(prompt.ids)
-    chosen = decoder.prefill(prompt.ids)
     for left in reversed(range(prompt.max_new_tokens)):
         if warpers is not None:
             chosen = draw(decoder.logits, warpers)
             decoder.take(chosen)
-        arriving = _Arriving(chosen)
-        if left:
+        arriving, waits = _Arriving(chosen), decoder.waits
+        if left and not waits:
             chosen = decoder.step()
         tokens.append(arriving.token())
         stream.put(torch.tensor(tokens[-1:]))
         if tokens[-1] in ends or stream.stopped_after is not None:
             break
+        if left and waits:  # nobody waits for the first token any longer
+            began = time.perf_counter()
+            try:
+                with _naming_memory(decoder.model, prompt):
+                    decoder.capture()
+            except NotGraphable as error:
+                reason = error.reason
+            seconds = time.perf_counter() - began
+            chosen = decoder.step()
     stream.end()
-    return tokens
+    return tokens, reason, seconds
 
 
 class _Arriving:

@@ -124,8 +124,10 @@ class GreedyDecoder:
 
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
-    With `kv_bits` keys and values are kept in as many bits. Without `fuse` a graph has the kernels that the
-    model's own code launches: see `fused_step`, and `static_cache` of heads that no fused attention takes.
+    With `later` the first prompt comes first, and `capture` captures: the first token need not wait for that.
+    With `kv_bits` keys and values are kept in as many bits, and nothing is put off. Without `fuse` a graph
+    has the kernels that the model's own code launches: see `fused_step`, and `static_cache` of heads that no
+    fused attention takes.
 
     With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
     products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
@@ -143,6 +145,7 @@ class GreedyDecoder:
         kv_bits: int | None = None,
         compiled: bool = False,
         fuse: bool = True,
+        later: bool = False,
     ) -> None:
         if compiled and kv_bits is not None:
             raise not_compiled_together()
@@ -180,8 +183,14 @@ class GreedyDecoder:
             raise NotGraphable(model, SINGLE_EXPERTS)
         if compiled:
             self._compile()
-        if wants_graph:
+        self._waits = wants_graph and later and kv_bits is None
+        if wants_graph and not self._waits:
             self._capture()
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps are to be captured, which `capture` does."""
+        return self._waits
 
     @property
     def graphed(self) -> bool:
@@ -225,8 +234,19 @@ class GreedyDecoder:
             self._logits = logits[:, -1].clone()  # a model may give those of the whole prompt
             self._token[:, 0].copy_(_largest(logits[:, -1]))
             self._position.fill_(tokens)
+        if self._waits:
+            self._require_cache()
         self._length = tokens
         return self._token[:, 0]
+
+    def capture(self) -> None:
+        """Capture steps in a CUDA graph, if that was put off until `later`. The text so far stays.
+
+        Raises NotGraphable if they cannot be; they go on without one then.
+        """
+        if self._waits:
+            self._waits = False
+            self._capture()
 
     def take(self, tokens: torch.Tensor) -> None:
         """Go on with other tokens, int64 [batch], than those that were chosen last."""
@@ -314,8 +334,7 @@ class GreedyDecoder:
 
     def _capture_alone(self) -> None:
         self.fused = fused = self._fused_step()
-        if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
-            raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
+        self._require_cache()
         torch.cuda.synchronize(self.device)
         buffers.make_way(self.device)
         graph, drawn = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(self.device)
@@ -339,12 +358,18 @@ class GreedyDecoder:
             buffers.make_way(self.device)  # of a capture that failed
         self._graph = graph
 
+    def _require_cache(self) -> None:
+        """Raise NotGraphable for a model that has run without keeping anything in the cache."""
+        if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
+            raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
+
     def _fused_step(self) -> FusedStep:
         """What is captured in place of a model's small operations. The bits of a step are the same.
 
         A model that cannot do with it, such as one that turns its masks round, is left as it is.
         """
         with self._running():
+            token = self._token.clone()
             fused = FusedStep(self.model.modules() if self._fuse else ())
             expected = self._step_with(fused.recording())
             try:
@@ -354,28 +379,42 @@ class GreedyDecoder:
                 raise
             except Exception as error:  # of the model's own code, of Triton's compiler, of a driver
                 warnings.warn(f"steps are not fused: {reason_of(error)}", RuntimeWarning, stacklevel=2)
-                self._reset()
+                self._return_to(token)
                 return FusedStep(())
             return fused if same_bits(expected, logits) else FusedStep(())
 
     def _step_with(self, last: AbstractContextManager[object]) -> torch.Tensor:
         """The logits of a step behind some others, of made-up tokens, with `last` only in the last one.
 
-        Of other tokens each: attention to tokens that are all alike gives the same whatever it does.
+        Of other tokens each: attention to tokens that are all alike gives the same whatever it does. They
+        follow the text so far, to which the decoder returns.
         """
-        self._reset()
-        steps = min(WARM_UPS, self.max_length)
+        token = self._token.clone()
+        self._return_to(token)
+        steps = min(WARM_UPS, self.max_length - self._length)
         embeddings: Any = self.model.get_input_embeddings()
         words = len(embeddings.weight)
         for number in range(steps):
             self._token.fill_((FIRST_TOKEN + number) % words)
             with last if number == steps - 1 else nullcontext():
                 logits = self._advance().clone()
-        self._reset()
+        self._return_to(token)
         return logits
 
+    def _return_to(self, token: torch.Tensor) -> None:
+        """Forget all behind the text so far, which goes on with `token` [batch, 1]."""
+        if not self._length:
+            self._reset()
+            return
+        for layer in self._cache.layers:
+            states = [getattr(layer, name, None) for name in ("keys", "values")]
+            for memory in (one for one in states if isinstance(one, torch.Tensor)):
+                memory[:, :, self._length :].zero_()
+        self._position.fill_(self._length)
+        self._token.copy_(token)
+
     def _reset(self) -> None:
-        self._cache.reset()  # type: ignore[no-untyped-call]
+        self._cache.reset()
         self._position.zero_()
         self._token.zero_()
 

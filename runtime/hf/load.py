@@ -30,6 +30,7 @@ from neuzip.runtime.hf.model_files import model_tensors
 from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
 from neuzip.runtime.hf.residency import prefer_single_experts, require_places
 from neuzip.runtime.hf.stored_tensors import record_activations, stored_tensors
+from neuzip.runtime.kernel_prefetch import prefetch_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -98,6 +99,8 @@ def load_model(
         if layers is not None:
             LAYERS_ENTRY.set(config, layers)
         tensors = model_tensors(source)
+        if place is not None:
+            prefetch_kernels(source, tensors, place, residency, note=log)
         if residency != "dense":
             record_activations(config, source, tensors)
         try:

@@ -31,15 +31,13 @@ from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
 from neuzip.runtime.weights import CompressedWeight, WeightUse
+from neuzip.runtime.weights.base import SMALLEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DTYPES = torch_dtypes_for("packed")
 """Dtypes of weights that can be compressed in memory."""
-
-SMALLEST = 1 << 16
-"""Weights from which on a parameter is compressed: below, a kernel's launch costs more than memory's."""
 
 NARROWEST = 32
 """Rows and columns that the matrices of a 3-D parameter have at least; positions and tokens are 1 x n x m."""

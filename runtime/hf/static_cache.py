@@ -103,6 +103,18 @@ class FixedCache(StaticCache):
         """Whether keys and values may be wider than the heads of the model."""
         return any(isinstance(layer, FixedLayer) and layer.padded for layer in self.layers)
 
+    def reset(self) -> None:
+        """Write zeros to all keys and values, of fixed layers in one launch. Nothing counts their tokens."""
+        states: list[Tensor] = []
+        for layer in self.layers:
+            if type(layer) is not FixedLayer:
+                layer.reset()
+            elif layer.is_initialized:
+                assert layer.keys is not None and layer.values is not None
+                states += layer.keys, layer.values
+        if states:
+            torch._foreach_zero_(states)
+
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Let models attend to what is padded, if it is; under the name sdpa, which some look at."""

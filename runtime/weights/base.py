@@ -20,6 +20,9 @@ from neuzip.errors import NeuzipError
 from neuzip.runtime import buffers
 from neuzip.runtime.buffers import DecodeUnit
 
+SMALLEST = 1 << 16
+"""Weights from which on a parameter is compressed: below, a kernel's launch costs more than memory's."""
+
 LARGEST = 128 << 20
 """Dense bytes that are decoded at a time, and coded together."""
 
@@ -174,6 +177,10 @@ class CompressedWeight(torch.Tensor):
         if self._traced:
             return product(part.unit.dense())
         return buffers.use(part.unit, product, ahead=ahead)
+
+    def _usual_linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """`_linear` of a matrix where few questions show that nothing else has a say, else None."""
+        return None
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ stored.T + bias, of a matrix."""

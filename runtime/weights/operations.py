@@ -14,6 +14,8 @@ from neuzip.runtime.weights.base import HANDLERS, SHORT_CUTS, CompressedWeight, 
 
 aten = torch.ops.aten
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 # Short cuts take what the functions of torch take, and return NotImplemented where gradients, autocast or
 # other subclasses have a say.
 
@@ -21,7 +23,7 @@ aten = torch.ops.aten
 def _direct(x: Any, *others: Any) -> bool:
     """Whether ordinary tensors meet a weight in an ordinary way."""
     for tensor in (x, *others):
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor is not None:
+        if type(tensor) not in _PLAIN and tensor is not None:
             return False
     return not torch.is_autocast_enabled(x.device.type)
 
@@ -39,6 +41,9 @@ def _is_plain(x: Any, weight: CompressedWeight, bias: Any) -> bool:
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if not isinstance(weight, CompressedWeight) or weight.flipped or len(weight.stored) != 2:
         return NotImplemented
+    result = weight._usual_linear(x, bias)
+    if result is not None:
+        return result
     if not _is_plain(x, weight, bias):
         return NotImplemented
     return weight._linear(x, bias)

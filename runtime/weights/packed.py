@@ -83,6 +83,10 @@ class PackedWeight(CompressedWeight):
     def _storage(self) -> torch.Tensor:
         return self.words
 
+    @property
+    def _traced(self) -> bool:
+        return type(self.words) is not torch.Tensor
+
     def _again(self, stored: tuple[int, ...], flipped: bool, rows: slice) -> PackedWeight:
         again = self._of(self.packed, stored, flipped, self.first + rows.start, False)
         again.exact = self.exact
@@ -97,6 +101,14 @@ class PackedWeight(CompressedWeight):
 
     def _decode_all(self) -> torch.Tensor:
         return packed_ops.decode(self.packed, slice(self.first, self.first + self._rows))
+
+    def _usual_linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        packed = self.packed
+        if self.exact or self.stored[0] != packed.shape[0] or not packed_ops.is_usual(x, packed, bias):
+            return None
+        if torch.is_grad_enabled() and self.requires_grad:
+            return None
+        return packed_ops.product(x, packed, bias)
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.exact:

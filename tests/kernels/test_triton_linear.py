@@ -19,6 +19,7 @@ from tensors import gaussian
 from neuzip.kernels.packed_linear import ops as torch_ops
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
+from neuzip.kernels.packed_linear.triton import some_rows
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 GUARD = 100
@@ -63,7 +64,7 @@ def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     def force(warps: int, turns: int) -> None:
         launch = triton_linear.OneRowLaunch(warps, turns, turns)
         monkeypatch.setattr(triton_linear, "one_row_launch", lambda *_: launch)
-        monkeypatch.setattr(triton_linear, "_programs", lambda units, *_: (-(-units // turns), turns))
+        monkeypatch.setattr(some_rows, "_programs", lambda units, *_: (-(-units // turns), turns))
 
     return force
 
@@ -107,7 +108,7 @@ def test_the_same_bits_every_time(rows: int, device: torch.device):
 def test_programs_have_all_turns():
     for units in (1, 3, 4, 5, 100, 2048, 7168, 64_128):
         for device in (torch.device("cpu"), torch.device("cuda", 0))[: 1 + torch.cuda.is_available()]:
-            programs, each = triton_linear._programs(units, 4, device)
+            programs, each = some_rows._programs(units, 4, device)
             assert (programs - 1) * each < units <= programs * each
             assert each >= min(4, units)
 
@@ -177,10 +178,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
+from neuzip.kernels.packed_linear.triton import some_rows
 
 POINTERS = dict(words="*i32", index="*i32", far="*i32", row_start="*i16", escapes="*i32", pairs_of_x="*i32",
                 parts="*fp32")
-NUMBERS = dict(base="i32", shift="i32", scale="fp32", units="i32", N="i32", M="i32")
+NUMBERS = dict(base="i32", shift="i32", scale="fp32", units="i32", N="i32", M="i32", turns="i32",
+               each="i32", own_blocks="i32")
 
 def layouts(kernel, **constants):
     float_pointer = "*fp16" if constants["HALF"] else "*bf16"
@@ -190,7 +193,7 @@ def layouts(kernel, **constants):
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=constants["W"]))
-    if kernel is triton_linear._some_rows:
+    if kernel is some_rows._some_rows:
         print(*re.findall(r"wgmma[.](\\w+)", code.asm["ptx"]))
         return
     text = code.asm["ttgir"]
@@ -199,13 +202,12 @@ def layouts(kernel, **constants):
     found = {named[name] for line in lines for name in re.findall(r"tensor<[0-9]+x[a-z0-9]+, (#\\w+)>", line)}
     print(len(lines), *found, sep=" | ")
 
-one, some = triton_linear._one_row, triton_linear._some_rows
+one, some = triton_linear._one_row, some_rows._some_rows
 form = dict(LOW=8, HALF=False, BIAS=True, COMPILED=True, USE_PDL=True)
 layouts(one, C=128, W=4, TURNS=8, AHEAD=1, UNROLLED=1, EVEN=True, **form)
 layouts(one, C=125, W=16, TURNS=2, AHEAD=2, UNROLLED=2, EVEN=False, **form | dict(HALF=True, LOW=3))
-programs = dict(W=4, TURNS=32, EACH=5, BLOCKS=2)
-layouts(some, C=128, BM=16, EVEN=True, **programs, **form)
-layouts(some, C=125, BM=32, EVEN=False, **programs, **form | dict(HALF=True))
+layouts(some, C=128, BM=16, W=4, EVEN=True, **form)
+layouts(some, C=125, BM=32, W=4, EVEN=False, **form | dict(HALF=True))
 """
 
 

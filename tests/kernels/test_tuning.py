@@ -23,7 +23,6 @@ from neuzip.kernels.kv_cache.triton import attend, attend_mma, shares
 from neuzip.kernels.linear_cross_entropy.triton.backward import gradient_launch
 from neuzip.kernels.linear_cross_entropy.triton.divergence import pairs_launch
 from neuzip.kernels.linear_cross_entropy.triton.tiles import statistics_launch
-from neuzip.kernels.packed_linear.gluon import linear as gluon_linear
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
 from neuzip.kernels.rans.triton.decode import warps_of
 from neuzip.kernels.tuning import launch_for
@@ -50,14 +49,6 @@ def one_row(tiles: int, planes: int, lanes: int, processors: int) -> list[int]:
     return [*with_processors(triton_linear, processors, lambda: choose(tiles, planes, lanes, CPU))]
 
 
-def many_rows_pay(rows: int, out: int, columns: int, processors: int) -> bool:
-    def pays() -> bool:
-        packed = gluon_linear.seconds(rows, out, columns, CPU)
-        return packed < gluon_linear.seconds_decoded(rows, out, columns, CPU)
-
-    return bool(with_processors(gluon_linear, processors, pays))
-
-
 def share_counts(tokens: int, programs: int, processors: int) -> list[int]:
     count, kernels = shares.share_count.__wrapped__, {"attend": attend.STEP, "attend_mma": attend_mma.STEP}
     return with_processors(  # type: ignore[no-any-return]
@@ -77,7 +68,6 @@ def decoder_warps(name: str, kept: int, group: int, block: int, blocks: int, ali
 CHOICES: dict[str, Callable[..., Any]] = {
     "packed_linear.one_row": one_row,
     "packed_linear.some_rows": lambda rows: launch_for("packed_linear.some_rows", CPU, rows=rows)["programs"],
-    "packed_linear.many_rows_pays": many_rows_pay,
     "linear_cross_entropy.statistics": lambda name, tokens, described, extras: asdict(
         statistics_launch(dtype(name), tokens, described, extras, CPU)
     ),
@@ -179,3 +169,43 @@ def test_an_entry_says_where_and_when_it_was_measured(folder: Path) -> None:
     (folder / "sm90" / "op.toml").write_text("[[k]]\nuse = { a = 1 }\n", encoding="utf-8")
     with pytest.raises(ValueError, match="`measured` lacks"):
         tuning.read(folder / "sm90" / "op.toml")
+
+
+@pytest.fixture
+def card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], torch.device]:
+    """A GPU of a compute capability that no machine here needs to have; its number makes the device."""
+    monkeypatch.setattr(tuning, "_warned", set())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA GPU {device.index}")
+    monkeypatch.setattr(tuning, "architecture_of", lambda device: device.index or 90)
+    return lambda architecture: torch.device("cuda", architecture)
+
+
+def test_an_unknown_card_is_mentioned_once(folder: Path, card: Callable[[int], torch.device]) -> None:
+    table(folder, 90, "[[k]]\nuse = { a = 1 }\n[[other]]\nuse = { a = 2 }\n")
+    with pytest.warns(tuning.UntunedGpuWarning) as mentioned:
+        launches = [tuning.launch_for(kernel, card(100))["a"] for kernel in ("op.k", "op.other", "op.k")]
+    assert launches == [1, 2, 1]
+    assert [str(one.message) for one in mentioned] == [
+        "op has no launch parameters for NVIDIA GPU 100 (compute capability 10.0) and uses those for 9.0; "
+        "results are the same, but it may be slower; benchmarks/tune.py in neuzip's repository tunes a GPU"
+    ]
+    with pytest.warns(tuning.UntunedGpuWarning, match="NVIDIA GPU 89 .compute capability 8.9."):
+        tuning.launch_for("op.k", card(89))  # another card is mentioned, too
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_card_with_a_table_is_not_mentioned(folder: Path, card: Callable[[int], torch.device]) -> None:
+    table(folder, 90, "[[k]]\nuse = { a = 1 }\n")
+    assert tuning.launch_for("op.k", card(90))["a"] == 1
+    assert tuning.launch_for("op.k", CPU)["a"] == 1
+
+
+def test_launches_are_replaced_for_a_while() -> None:
+    before = launch_for("packed_linear.some_rows", CPU, rows=16)
+    few = [{"when": {"rows": {"max": 16}}, "use": {"programs": 77}}, {"use": {"programs": 78}}]
+    with tuning.replaced({"packed_linear.some_rows": few}):
+        assert launch_for("packed_linear.some_rows", CPU, rows=16) == {"programs": 77}
+        with tuning.replaced({"packed_linear.some_rows": [{"use": {"programs": 5}}]}):
+            assert launch_for("packed_linear.some_rows", CPU, rows=16) == {"programs": 5}
+        assert launch_for("packed_linear.some_rows", CPU, rows=32) == {"programs": 78}
+    assert launch_for("packed_linear.some_rows", CPU, rows=16) == before

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from models import GROUPED, assert_tied_at_most, opt, single_experts
+from models import GROUPED, MODELS, assert_tied_at_most, opt, single_experts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -24,10 +24,11 @@ from transformers import (
 from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.runtime.decode.generate import Generation, generate, not_static
-from neuzip.runtime.decode.greedy import SINGLE_EXPERTS, GreedyDecoder
+from neuzip.runtime.decode.generate import Generation, _decode, generate, not_static
+from neuzip.runtime.decode.greedy import SINGLE_EXPERTS, GreedyDecoder, NotGraphable
 from neuzip.runtime.decode.prompt import Prompt, prepare
 from neuzip.runtime.decode.sampling import Sampling, draw
+from neuzip.runtime.decode.text_stream import TextStream
 from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.load import load_model
 
@@ -319,8 +320,29 @@ def test_text_from_a_graph(options: dict[str, Any], residency: str, small: Path,
     assert not left.graphed
 
 
+def test_a_capture_that_fails_costs_no_token(monkeypatch: pytest.MonkeyPatch, device: torch.device):
+    """The first token has come by then."""
+    torch.manual_seed(3)
+    model, ids = MODELS["llama"]().to(device).eval(), torch.tensor([[0, 1, 2]])
+    expected = GreedyDecoder(model, 1, 11, graph=False).generate(ids, 8)[0].tolist()
+    decoder, said = GreedyDecoder(model, 1, 11, graph=False), []
+    decoder._waits = True
+
+    def fail() -> None:
+        assert len(said) == 1
+        raise NotGraphable(model, "made up")
+
+    monkeypatch.setattr(decoder, "_capture", fail)
+    prompt = Prompt("a", ids, words(), 8)
+    stream = TextStream(prompt.tokenizer, ids, lambda text: None)
+    monkeypatch.setattr(stream, "put", lambda tokens: None if tokens is ids else said.append(tokens))
+    tokens, reason, seconds = _decode(decoder, decoder.prefill(ids), prompt, Sampling(), stream)
+    assert (tokens, reason, len(said)) == (expected, "made up", 8)
+    assert seconds > 0 and not decoder.graphed
+
+
 @pytest.mark.gpu
-def test_what_cannot_be_captured_goes_on_in_transformers_loop(device: torch.device):
+def test_what_cannot_be_captured_goes_on_without_a_graph(device: torch.device):
     prompt = Prompt("a", torch.tensor([[0, 1, 2]]), words(), 8)
     made = generate(opt().to(device).eval(), prompt)
     assert not made.graphed and made.not_graphed

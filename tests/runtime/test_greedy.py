@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,33 @@ def test_graph_and_launches_give_the_same_tokens(model: PreTrainedModel, ids: to
     graphed, launched = (GreedyDecoder(model, BATCH, TOKENS + NEW, graph=graph) for graph in (True, False))
     assert (graphed.graphed, launched.graphed) == (True, False)
     assert torch.equal(graphed.generate(ids, NEW), launched.generate(ids, NEW))
+
+
+def test_steps_before_a_capture_leave_the_text_alone(model: PreTrainedModel, ids: torch.Tensor):
+    decoder, other = (GreedyDecoder(model, BATCH, TOKENS + NEW, graph=False) for _ in range(2))
+    expected = other.generate(ids, NEW)
+    found = [decoder.prefill(ids).clone()]
+    for number in range(NEW - 1):
+        if number in (0, 3, NEW - 2):  # in the end there is room for one step
+            with decoder._running():
+                decoder._step_with(nullcontext())
+        found.append(decoder.step().clone())
+    assert torch.equal(torch.stack(found, dim=1), expected)
+
+
+@pytest.mark.gpu
+def test_the_first_token_comes_before_the_capture(model: PreTrainedModel, ids: torch.Tensor):
+    model = model.bfloat16()
+    launched = GreedyDecoder(model, BATCH, TOKENS + NEW, graph=False)
+    decoder = GreedyDecoder(model, BATCH, TOKENS + NEW, later=True)
+    found = [decoder.prefill(ids).clone()]
+    assert (decoder.waits, decoder.graphed) == (True, False)
+    found.append(decoder.step().clone())
+    decoder.capture()
+    assert (decoder.waits, decoder.graphed) == (False, True)
+    found += [decoder.step().clone() for _ in range(NEW - 2)]
+    assert torch.equal(torch.stack(found, dim=1), launched.generate(ids, NEW))
+    assert torch.equal(decoder.generate(ids, NEW), launched.generate(ids, NEW))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real graph is refused")

@@ -45,14 +45,14 @@ def watch(see: Callable[[Any, Any, dict[str, Any]], None]) -> None:
     JITFunction.run = compile_only
 
 
-def said_by(script: str, folder: Path, cache: Path) -> str:
+def said_by(script: str, folder: Path, cache: Path | None = None) -> str:
     """What a script prints, run in a folder.
 
-    Triton keeps in `cache` what it compiles. The key covers the sources, the arguments, the options and the
-    versions of Triton and ptxas, so only unchanged kernels are read from there.
+    Triton keeps in `cache` what it compiles, or else in the folder. The key covers the sources, the
+    arguments, the options and the versions of Triton and ptxas: only unchanged kernels are read from there.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
+    environment["TRITON_CACHE_DIR"] = str(cache or folder)
     paths = str(Path(__file__).parent), environment.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     said = subprocess.run(

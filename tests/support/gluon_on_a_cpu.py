@@ -40,12 +40,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from neuzip.kernels.device import counters
-from neuzip.kernels.device.counters import THREADS
+from neuzip.kernels.device import barriers
 
 NAMES = ("int8", "int32", "int64", "float16", "bfloat16", "float32", "uint16")
 LAYOUTS = ("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout")
 RUBBISH = 0x5A5A5A5A
+THREADS = barriers.THREADS.value
 TRITON = JITFunction, InterpretedFunction
 
 
@@ -92,20 +92,24 @@ def store(pointer: Pointer, values: torch.Tensor) -> None:
 
 
 def arrive(pointers: Pointer) -> None:
-    """Of `device.counters`, by all threads of a warp group at once."""
+    """Of `device.barriers`, by all threads of a warp group at once."""
     pointer = one_counter(pointers)
     pointer.values[pointer.at] += THREADS
+    ARRIVED.append(pointer)
 
 
 def await_(pointers: Pointer, groups: int) -> None:
-    """Of `device.counters`. Programs run one after the other: who is waited for has to have ended."""
+    """Of `device.barriers`. Programs run one after the other: who is waited for has to have ended."""
     pointer = one_counter(pointers)
     if pointer.values[pointer.at] != groups * THREADS:
         raise Hang
     pointer.values[pointer.at] = 0
 
 
-COUNTERS = {counters.arrive.fn: arrive, counters.await_.fn: await_}
+ARRIVED: list[Pointer] = []
+"""Counters at which somebody has arrived in this launch."""
+
+COUNTERS = {barriers.arrive.fn: arrive, barriers.await_.fn: await_}
 """What takes the place of functions that end in inline assembly for all programs."""
 
 
@@ -297,8 +301,8 @@ class Program:
     def init(self, memory: Memory, count: int) -> None:
         self.barriers[memory.values.data_ptr()] = Barrier(count)
 
-    def arrive(self, memory: Memory, count: int = 1) -> None:
-        if self.arrived(self.at(memory), count, 0):
+    def arrive(self, memory: Memory, count: int = 1, pred: bool = True) -> None:
+        if pred and self.arrived(self.at(memory), count, 0):
             self.step_back()
 
     def expect(self, memory: Memory, missing_bytes: int) -> None:
@@ -396,12 +400,14 @@ class OnACpu:
     ) -> None:
         given = [as_given(one) for one in arguments]
         self.multiplied: dict[str, list[torch.Tensor]] = defaultdict(list)
+        ARRIVED.clear()
         for number in range(programs):
             program = Program(number, programs)
             functions = functions_of(self.kernel.fn.__globals__, program.names(), {})
             with_names(self.kernel.fn, functions)(*given, **constants)
             for thread, factors in program.multiplied.items():
                 self.multiplied[thread] += factors
+        assert not any(counter.values[counter.at] for counter in ARRIVED), "not waited for"
         for one in given:
             if isinstance(one, Descriptor):
                 assert one.times_written.unique().tolist() in ([0], [1]), "not all written once"

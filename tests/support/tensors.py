@@ -1,10 +1,17 @@
-"""Random tensors of fixed seeds: normal numbers in torch, and normal weights as stored patterns in numpy."""
+"""Random tensors of fixed seeds: normal numbers, weights by law, and weights as stored patterns in numpy."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from weight_laws import LAWS, generator_on
 
 DEVIATION = 0.02
 """Standard deviation of the weights of a language model, roughly."""
@@ -23,6 +30,13 @@ def gaussian(
     """Normal numbers on the CPU, drawn in float32."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return (x if deviation == 1.0 else x * deviation).to(dtype)
+
+
+def weights_of_law(
+    law: str, out: int, columns: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Weights [out, columns] on the CPU by a law that the benchmarks use: "gaussian" or "trained-like"."""
+    return LAWS[law](out, columns, generator_on("cpu", seed), dtype)
 
 
 def bf16_patterns(values: object) -> np.ndarray:  # type: ignore[type-arg]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from neuzip.kernels.device.counters import counters
-from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.launch import FREE, PreparedLaunch
 from neuzip.kernels.device.properties import multiprocessors
+from neuzip.kernels.device.start import BoxedTensor, TensorBox
 from neuzip.kernels.packed_linear.form import TURN, PackedLayout
 from neuzip.kernels.packed_linear.gluon.multiply import many_rows
 from neuzip.kernels.packed_linear.tensor import PackedTensor
@@ -20,54 +20,69 @@ from neuzip.kernels.tuning import launch_for
 GROUP_ROWS = 64
 """Rows of the weights of a warp group."""
 
-LEAST_TURNS = 2
-"""Turns of 128 columns that a program has, at least: with fewer, adding sums takes longer than multiplying."""
+GROUPS = 2
+"""Warp groups of a program that multiply."""
 
-IN_CACHE = 40 << 20
-"""Bytes of x and of words that stay in the L2 cache."""
+TILES = (16, 32, 64, 128, 256)
+"""Rows of x that a program can multiply at a time."""
+
+SHARES = ((1, 1), *((1, q) for q in range(2, 9)), (2, 3), (2, 5), (3, 4), (3, 5))
+"""Parts p / q of a block that programs can have: few starts, so that many read the same columns."""
 
 SWIZZLED, PLAIN = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
 """How x and y, and words, lie in shared memory."""
 
 
-class Sharing(NamedTuple):
-    """How blocks of y are shared out to programs: as many whole ones to each, and parts of those that are cut."""
+class Plan(NamedTuple):
+    """How blocks of y are shared out to programs: whole ones, and parts of those that are cut."""
 
+    tile: int
+    """Rows of x of a block."""
     programs: int
     blocks: int
-    cut: int = 0
+    cut: int
     """The last blocks, which are cut between turns."""
-    cutters: int = 0
+    cutters: int
     """Programs that share these."""
 
 
-@functools.cache
-def sharing(blocks: int, turns: int, processors: int, in_step: bool) -> Sharing:
-    """Programs that are done at about the same time.
+@functools.lru_cache(maxsize=4096)
+def plan(rows: int, out: int, turns: int, device: torch.device) -> Plan:
+    """The plan that probably takes least, for rows of x, rows of the weights, and turns of 128 columns.
 
-    Where the L2 cache holds everything, the blocks beyond whole waves, and those of the last wave, are cut anywhere. With
-    `in_step` programs should read the same columns at the same time: blocks of the last wave alone are cut,
-    each in the same number of parts.
-
-    >>> sharing(320, 40, 132, False), sharing(320, 40, 132, True)
-    (Sharing(programs=132, blocks=320, cut=188, cutters=132), Sharing(programs=132, blocks=320, cut=56, cutters=112))
-    >>> sharing(264, 32, 132, False), sharing(2, 1, 132, False)
-    (Sharing(programs=132, blocks=264, cut=0, cutters=0), Sharing(programs=2, blocks=2, cut=0, cutters=0))
+    Whole blocks fill waves of programs. Blocks beyond these are cut into parts of the same turns, by times
+    from the card's table: of a turn, of a cut, and of each part of which sums are added.
     """
-    waves, rest = divmod(blocks, processors)
-    most = min(processors, blocks * turns // LEAST_TURNS)
-    if rest == 0 or (waves == 0 and most <= blocks):
-        return Sharing(min(blocks, processors), blocks)
-    if waves == 0:
-        return Sharing(most, blocks, blocks, most)
-    if in_step:
-        return Sharing(processors, blocks, rest, processors // rest * rest)
-    return Sharing(processors, blocks, rest + processors, processors)
+    processors = multiprocessors(device)
+    plans = []
+    for tile in TILES:
+        time = launch_for("packed_linear.many_rows_time", device, tile=tile)
+        blocks = -(-out // (GROUPS * GROUP_ROWS)) * -(-rows // tile)
+        waves, rest = divmod(blocks, processors)
+        for p, q in SHARES if rest else SHARES[:1]:
+            cutters, parts = rest // p * q, -(-q // p)
+            if rest % p or cutters > processors or q > turns:
+                continue
+            last = -(-turns * p // q) * time["turn"] if rest else 0.0
+            adding = time["cut"] + parts * time["part"] if q > 1 else 0.0
+            programs = processors if waves else cutters
+            cut = (rest, cutters) if q > 1 else (0, 0)
+            plans.append((waves * turns * time["turn"] + last + adding, Plan(tile, programs, blocks, *cut)))
+    return min(plans)[1]
 
 
 def can_multiply(packed: PackedTensor) -> bool:
-    """Whether the kernel takes these weights: rows of whole turns, few escapes, rows of y of 16-byte multiples."""
+    """Whether the kernel takes these weights: rows of whole turns, few escapes, a multiple of 8 rows."""
     return packed.turn_index.numel() > 0 and packed.shape[0] % 8 == 0
+
+
+def pays(rows: int, packed: PackedTensor) -> bool:
+    """Whether the kernel takes x of so many rows, and takes less time than the one for 2 to 64 rows."""
+    if not can_multiply(packed):
+        return False
+    out, columns = packed.shape
+    use = launch_for("packed_linear.many_rows_pay", packed.device, rows=rows, weights=out * columns)
+    return bool(use["pay"])
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,43 +90,55 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
     x, bias and the weights have one dtype and are contiguous, and `can_multiply` holds.
     """
-    out, columns = packed.shape
-    rows = x.numel() // columns
-    y = torch.empty(*x.shape[:-1], out, dtype=x.dtype, device=x.device)
+    (out, columns), device = packed.shape, x.device
+    rows, turns = x.numel() // columns, columns // TURN
+    y = x.new_empty(*x.shape[:-1], out)
     if x.data_ptr() % 16:
         x = x.clone()
-    tile, groups = launch_for("packed_linear.many_rows_tile", x.device, rows=rows).values()
-    rounds, turns = -(-rows // tile), columns // TURN
-    in_step = packed.words.nbytes + x.nbytes > IN_CACHE
-    share = sharing(-(-out // (groups * GROUP_ROWS)) * rounds, turns, multiprocessors(x.device), in_step)
-    parts = torch.empty(groups * share.programs if share.cut else 0, GROUP_ROWS, tile, dtype=torch.float32, device=x.device)
-    arrays, constants = packed.once(f"many rows, {tile}, {groups}", functools.partial(_of_weights, tile, groups))
-    launch(
-        many_rows, (share.programs,),
-        TensorDescriptor(x, [rows, columns], [columns, 1], [tile, 64], SWIZZLED),
-        TensorDescriptor(y, [rows, out], [out, 1], [min(tile, 128), 64], SWIZZLED),
-        *arrays, bias, parts, counters(x.device, len(parts)), packed.base, 2.0**packed.shift, share.blocks,
-        share.cut, share.cutters, turns, rounds, packed.words.shape[0], out, **constants, pdl=True, device=x.device,
+    tile, programs, blocks, cut, cutters = plan(rows, out, turns, device)
+    if cut:
+        parts = x.new_empty(GROUPS * programs, GROUP_ROWS, tile, dtype=torch.float32)
+        counted = counters(device, GROUPS * programs)
+    else:
+        parts, counted = _nothing(device)
+    to_x, to_y = _boxes(tile)
+    packed.once(f"many rows, {tile}", functools.partial(_prepared, tile))(
+        (programs,), BoxedTensor(x, (rows, columns), (columns, 1), to_x),
+        BoxedTensor(y, (rows, out), (out, 1), to_y), bias, parts, counted, blocks, cut, cutters,
+        -(-rows // tile),
     )  # fmt: skip
     return y
 
 
-def _of_weights(tile: int, groups: int, packed: PackedTensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a launch is given of weights, and what it is compiled for."""
+@functools.cache
+def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and counters of a launch that cuts no block."""
+    return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _boxes(tile: int) -> tuple[TensorBox, TensorBox]:
+    """What copies of x, and those of y, move."""
+    return TensorBox((tile, 64), SWIZZLED), TensorBox((min(tile, 128), 64), SWIZZLED)
+
+
+def _prepared(tile: int, packed: PackedTensor) -> PreparedLaunch:
+    """Launches with a weight: x, y, bias, parts, counters, blocks, cut, cutters and rounds come with each."""
     tiles, planes, lanes = packed.words.shape[:3]
     first, other = planes_of_halves(packed.layout)
-    arrays = (
-        TensorDescriptor.from_tensor(packed.words.view(tiles, planes, lanes * 16), [4 if groups == 3 else 4 * groups, 1, 64], PLAIN),
+    words = packed.words.view(tiles, planes, lanes * 16)
+    config = launch_for("packed_linear.many_rows", packed.device, tile=tile, planes=planes)
+    return PreparedLaunch(
+        many_rows, FREE, FREE,
+        BoxedTensor(words, tuple(words.shape), words.stride(), TensorBox((4 * GROUPS, 1, 64), PLAIN)),
         packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
-        packed.turn_escapes,
+        packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, FREE, FREE, FREE,
+        packed.shape[1] // TURN, FREE, tiles, packed.shape[0],
+        LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
+        ROWS=tile, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],
+        FIRST_STAGES=config["first_stages"], REGISTERS=config["registers"], num_warps=4, pdl=True,
+        device=packed.device,
     )  # fmt: skip
-    config = launch_for("packed_linear.many_rows", packed.device, tile=tile, groups=groups, planes=planes)
-    constants = {
-        "LOW": packed.low_bits, "HALF": packed.dtype == torch.float16, "FIRST_HALF": first,
-        "OTHER_HALF": other, "ROWS": tile, "GROUPS": groups, "STAGES": config["x_stages"],
-        "WORD_STAGES": config["word_stages"], "REGISTERS": config["registers"], "num_warps": 4,
-    }  # fmt: skip
-    return arrays, constants
 
 
 @functools.cache

@@ -5,13 +5,12 @@
     2 warp groups           words of 64 rows --> registers, unpacked --> warp-group instructions with x
                             [64, ROWS] sums --> shared memory --> y
 
-A group unpacks the next 64 columns while those before are multiplied, and the other group does the same beside
-it. No dense weight is ever in memory.
+A group unpacks the next 64 columns while those before are multiplied, and the other group does so beside it.
+No dense weight is ever in memory.
 
-Blocks of y, 128 columns and ROWS rows, are shared out so that all programs have the same number of turns. The
-blocks of the last wave, and of the one before it, are cut anywhere between turns: a program has `begin` to `end`
-of all their turns. Who has the first turn of a block adds the sums of the others to its own, in the order of
-their turns, and writes y. These wait for nobody, and were started before: see `device.counters`.
+A block of y has 128 columns and ROWS rows. A program has whole blocks, and part of the turns of blocks that
+are cut. Who has the first turn of a cut block adds the sums of the others to its own, in the order of their
+turns, and writes y. The others do not wait, and have lower numbers: see `device.counters`.
 
 What is prefetched early enough costs nothing. Words come by way of shared memory, as loads to registers share
 a few counters, on which whatever is used first waits for all. Far words and escapes are loaded two turns
@@ -36,8 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.barriers import barriers
-from neuzip.kernels.device.counters import arrive, await_
+from neuzip.kernels.device.barriers import arrive, await_, barriers
 from neuzip.kernels.packed_linear.gluon.unpack import (
     HIGH_PLANES_BF16,
     HIGH_PLANES_F16,
@@ -48,20 +46,20 @@ from neuzip.kernels.packed_linear.gluon.unpack import (
     load_far,
 )
 
-_WORD_BYTES = gl.constexpr(4 * 64 * 4)  # of a turn, a plane and a warp group
+_WORD_BYTES = gl.constexpr(8 * 64 * 4)  # of a turn and a plane
 
 
 @gluon.jit
 def _share(sharing):
     """What a program has of all blocks: whole ones first, and then a part of the blocks that are cut.
 
-    Its rank, how many whole blocks it has, its first turn of the cut blocks and the one after its last, and how
-    many segments that makes with the whole blocks.
+    Its rank, how many whole blocks it has, its first turn of the cut blocks and the one after its last, and
+    how many segments that makes with the whole blocks.
     """
     _, _, blocks, cut, cutters, turns = sharing
     programs = gl.num_programs(0)
     rank = programs - 1 - gl.program_id(0)  # others' sums come from programs with a lower number
-    whole = (blocks - cut) // programs
+    whole = (blocks - cut + programs - 1 - rank) // programs
     begin = gl.minimum(rank, cutters) * (cut * turns) // gl.maximum(cutters, 1)
     end = gl.minimum(rank + 1, cutters) * (cut * turns) // gl.maximum(cutters, 1)
     return rank, whole, begin, end, whole + (end + turns - 1) // turns - begin // turns
@@ -112,26 +110,26 @@ def _places(parts, ROWS: gl.constexpr):
     OF_THREADS: gl.constexpr = gl.BlockedLayout([1, ROWS // 2], [32, 1], [4, 1], [1, 0])
     t = gl.arange(0, 128, layout=gl.SliceLayout(1, OF_THREADS))
     k = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(0, OF_THREADS))
-    return (parts + 4 * t)[:, None] + (k // 4 * 512 + k % 4)[None, :]  # constants last: they need no registers
+    own = (parts + 4 * t)[:, None]
+    return own + (k // 4 * 512 + k % 4)[None, :]  # constants last: they need no registers
 
 
 @gluon.jit
 def _add_others(
-    sums, sharing, first_turn, rank, t, GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
-    SUMS: gl.constexpr,
+    sums, sharing, first_turn, rank, t, GROUP: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr
 ):
-    """Add the sums of the programs that have the other turns of a block to those of the program with the first."""
+    """Add the sums of the programs that have the other turns of a block, in the order of the turns."""
     AT_ONCE: gl.constexpr = 1 if ROWS == 256 else (2 if ROWS == 128 else 4)
     parts, counters, _, _, _, turns = sharing
     places = _places(parts, ROWS)
     last = _cutter(first_turn + turns - 1, sharing)
     own = _by_thread(sums, ROWS)
-    await_(counters + (GROUPS * rank + GROUP) + t * 0, last - rank)
+    await_(counters + (2 * rank + GROUP) + t * 0, last - rank)
     for other in range(rank + 1, last + 1, AT_ONCE):
         loaded = ()
         for i in gl.static_range(AT_ONCE):
             place = gl.minimum(other + i, last)
-            loaded += (gl.load(places + (GROUPS * place + GROUP) * (64 * ROWS), cache_modifier=".cg"),)
+            loaded += (gl.load(places + (2 * place + GROUP) * (64 * ROWS), cache_modifier=".cg"),)
         for i in gl.static_range(AT_ONCE):
             own += loaded[i] if i == 0 else gl.where(other + i <= last, loaded[i], 0.0)
     return _by_row(own, ROWS, SUMS)
@@ -169,14 +167,14 @@ def _first_loads(weights, records, far_records, begin, stop, bit, lane):
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N,
+    GROUP: gl.constexpr, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """64 rows of the weights of every block of a program."""
     P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    xs, words, outs, x_there, x_free, words_there, words_free = shared
+    xs, words, outs, x_there, x_free, words_there, words_free, started = shared
     far, escapes = weights[1], weights[3]
     turns = sharing[5]
     t = gl.arange(0, 128, layout=THREADS)
@@ -188,7 +186,7 @@ def _multiply(
     rank, segments = share[0], share[4]
     x_number, turn_number = 0, 0
     block, begin, stop = _segment(0, share, sharing)
-    records, far_records = _records(weights, (block // rounds * GROUPS + GROUP) * 4 + warp, q, tiles, turns)
+    records, far_records = _records(weights, block // rounds * 8 + GROUP * 4 + warp, q, tiles, turns)
     coming = _first_loads(weights, records, far_records, begin, stop, bit, lane)
     for number in range(segments):
         fars, escape, others, next_fars, next_escape, next_others, far_record, record = coming
@@ -197,8 +195,9 @@ def _multiply(
         stage = turn_number % WORD_STAGES
         mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1)
         lows, highs = half_bytes(
-            words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP, GROUPS
+            words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP
         )
+        mbarrier.arrive(started.index(0), count=1, pred=number == 0)
         sums = warpgroup_mma_init(gl.zeros([64, ROWS], gl.float32, SUMS))
         mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1)
         for turn in range(begin, stop):
@@ -212,7 +211,7 @@ def _multiply(
             mbarrier.wait(x_there.index(second), (x_number // STAGES) & 1)
             lows, highs = half_bytes(
                 words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 1, OTHER_HALF,
-                GROUP, GROUPS,
+                GROUP,
             )  # fmt: skip
             mbarrier.arrive(words_free.index(stage), count=1)
             fars, escape, others = next_fars, next_escape, next_others
@@ -232,45 +231,48 @@ def _multiply(
             mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1, pred=goes_on)
             lows, highs = half_bytes(
                 words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF,
-                GROUP, GROUPS,
+                GROUP,
             )  # fmt: skip
             sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))
             mbarrier.arrive(x_free.index(first), count=1)
             mbarrier.arrive(x_free.index(second), count=1)
         next_block, next_begin, next_stop = _segment(gl.minimum(number + 1, segments - 1), share, sharing)
-        records, far_records = _records(weights, (next_block // rounds * GROUPS + GROUP) * 4 + warp, q, tiles, turns)
+        records, far_records = _records(weights, next_block // rounds * 8 + GROUP * 4 + warp, q, tiles, turns)
         coming = _first_loads(weights, records, far_records, next_begin, next_stop, bit, lane)
         result = warpgroup_mma_wait(0, deps=[sums])
         if USE_PDL:
             cuda.gdc_wait()  # what is written now may be read by the kernel ahead
         cut_turn = (block - sharing[2] + sharing[3]) * turns  # the block's first
         if begin > 0:
-            gl.store(_places(sharing[0] + (GROUPS * rank + GROUP) * (64 * ROWS), ROWS), _by_thread(result, ROWS))
-            arrive(sharing[1] + (GROUPS * _cutter(cut_turn, sharing) + GROUP) + t * 0)
+            gl.store(_places(sharing[0] + (2 * rank + GROUP) * (64 * ROWS), ROWS), _by_thread(result, ROWS))
+            arrive(sharing[1] + (2 * _cutter(cut_turn, sharing) + GROUP) + t * 0)
         else:
             if stop < turns:
-                result = _add_others(result, sharing, cut_turn, rank, t, GROUP, GROUPS, ROWS, SUMS)
+                result = _add_others(result, sharing, cut_turn, rank, t, GROUP, ROWS, SUMS)
             result *= scale
             if bias is not None:
-                at = (n * GROUPS + GROUP) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
+                at = n * 128 + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
                 result += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
             if ROWS == 256:
                 pieces = gl.split(gl.permute(gl.reshape(result, [64, 2, 128]), (0, 2, 1)))
             else:
                 pieces = (result,)
             for i in gl.static_range(len(pieces)):
-                _write(pieces[i], y, outs, m * ROWS + i * 128, (n * GROUPS + GROUP) * 64, GROUP)
+                _write(pieces[i], y, outs, m * ROWS + i * 128, n * 128 + GROUP * 64, GROUP)
         block, begin, stop = next_block, next_begin, next_stop
     tma.store_wait(0)
 
 
 @gluon.jit
 def _load_words(
-    shared, words, sharing, rounds, P: gl.constexpr, GROUPS: gl.constexpr, WORD_STAGES: gl.constexpr
+    shared, words, sharing, rounds, P: gl.constexpr, WORD_STAGES: gl.constexpr, FIRST_STAGES: gl.constexpr
 ):  # fmt: skip
-    """Words of every turn of a program, as soon as a stage is free. They are read before the kernel ahead ends."""
-    COPIES: gl.constexpr = 4 * GROUPS // words.block_shape[0]
-    _, to_words, _, _, _, words_there, words_free = shared
+    """Words of every turn of a program, as soon as a stage is free, before the kernel ahead has ended.
+
+    After FIRST_STAGES turns it waits until the groups have their first far words: these would come behind all
+    the words that are in flight.
+    """
+    _, to_words, _, _, _, words_there, words_free, started = shared
     share = _share(sharing)
     turn_number = 0
     for number in range(share[4]):
@@ -278,13 +280,13 @@ def _load_words(
         n = block // rounds
         for turn in range(begin, stop):
             stage = turn_number % WORD_STAGES
+            mbarrier.wait(started.index(0), 0, pred=turn_number == FIRST_STAGES)
             mbarrier.wait(words_free.index(stage), ((turn_number // WORD_STAGES) & 1) ^ 1)
-            mbarrier.expect(words_there.index(stage), P * GROUPS * _WORD_BYTES)
-            for copy in gl.static_range(P * COPIES):
-                tile = n * (4 * GROUPS) + copy % COPIES * words.block_shape[0]
+            mbarrier.expect(words_there.index(stage), P * _WORD_BYTES)
+            for plane in gl.static_range(P):
                 tma.async_copy_global_to_shared(
-                    words, [tile, copy // COPIES, turn * 64], words_there.index(stage),
-                    to_words.index(stage * (P * COPIES) + copy),
+                    words, [n * 8, plane, turn * 64], words_there.index(stage),
+                    to_words.index(stage * P + plane),
                 )  # fmt: skip
             turn_number += 1
 
@@ -294,7 +296,7 @@ def _load_x(
     shared, x, sharing, rounds, ROWS: gl.constexpr, STAGES: gl.constexpr, USE_PDL: gl.constexpr
 ):  # fmt: skip
     """x of every half of a turn, as soon as a stage is free."""
-    to_x, _, _, x_there, x_free, _, _ = shared
+    to_x, _, _, x_there, x_free, _, _, _ = shared
     share = _share(sharing)
     if USE_PDL:
         cuda.gdc_wait()
@@ -306,94 +308,47 @@ def _load_x(
             stage = x_number % STAGES
             mbarrier.wait(x_free.index(stage), ((x_number // STAGES) & 1) ^ 1)
             mbarrier.expect(x_there.index(stage), x.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                x, [m * ROWS, half * 64], x_there.index(stage), to_x.index(stage)
-            )
+            tma.async_copy_global_to_shared(x, [m * ROWS, half * 64], x_there.index(stage), to_x.index(stage))
             x_number += 1
 
 
 @gluon.jit(do_not_specialize=["base", "blocks", "cut", "cutters", "turns", "rounds", "tiles", "N"])
 def many_rows(
-    x, y, words, far_index, far, turn_index, escapes, bias, parts, counters, base, scale, blocks, cut, cutters,
-    turns, rounds, tiles, N,
+    x, y, words, far_index, far, turn_index, escapes, bias, parts, counters, base, scale, blocks, cut,
+    cutters, turns, rounds, tiles, N,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
-    ROWS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, USE_PDL: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
+    FIRST_STAGES: gl.constexpr, REGISTERS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """y = x @ weights.T + bias in blocks of ROWS rows and 128 columns of y, the last `cut` of them shared by `cutters` programs.
+    """y = x @ weights.T + bias in blocks of ROWS rows and 128 columns of y.
 
-    Blocks that follow each other share weights: of `rounds` blocks all are of the same 128 columns.
+    The last `cut` blocks are shared by `cutters` programs. Every `rounds` blocks share rows of the weights.
     """
     if USE_PDL:
         cuda.gdc_launch_dependents()
     P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
-    COPIES: gl.constexpr = 4 * GROUPS // words.block_shape[0]
     shared = (
         gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, 64], x.layout),
-        gl.allocate_shared_memory(gl.int32, [WORD_STAGES * P * COPIES, words.block_shape[0], 1, 64], words.layout),
-        gl.allocate_shared_memory(y.dtype, [GROUPS, min(ROWS, 128), 64], y.layout),
-        barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(WORD_STAGES, 1), barriers(WORD_STAGES, GROUPS),
+        gl.allocate_shared_memory(gl.int32, [WORD_STAGES * P, 8, 1, 64], words.layout),
+        gl.allocate_shared_memory(y.dtype, [2, min(ROWS, 128), 64], y.layout),
+        barriers(STAGES, 1), barriers(STAGES, 2), barriers(WORD_STAGES, 1), barriers(WORD_STAGES, 2),
+        barriers(1, 2),
     )  # fmt: skip
     fence_async_shared()
     weights = far_index, far, turn_index, escapes
     sharing = parts, counters, blocks, cut, cutters, turns
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    0, 2, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_multiply, (
-                    1, 2, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_load_words, (shared, words, sharing, rounds, P, GROUPS, WORD_STAGES)),
-                (_load_x, (shared, x, sharing, rounds, ROWS, STAGES, USE_PDL)),
-            ],
-            [4, 1, 1], [REGISTERS, 24, 24],
-        )  # fmt: skip
-    elif GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    0, 3, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_multiply, (
-                    1, 3, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_multiply, (
-                    2, 3, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_load_words, (shared, words, sharing, rounds, P, GROUPS, WORD_STAGES)),
-                (_load_x, (shared, x, sharing, rounds, ROWS, STAGES, USE_PDL)),
-            ],
-            [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    0, 4, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_multiply, (
-                    1, 4, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_multiply, (
-                    2, 4, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_multiply, (
-                    3, 4, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF,
-                    FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
-                )),
-                (_load_words, (shared, words, sharing, rounds, P, GROUPS, WORD_STAGES)),
-                (_load_x, (shared, x, sharing, rounds, ROWS, STAGES, USE_PDL)),
-            ],
-            [4, 4, 4, 1, 1], [REGISTERS, REGISTERS, REGISTERS, 24, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF, FIRST_HALF,
+                OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
+            )),
+            (_multiply, (
+                1, shared, weights, sharing, bias, y, base, scale, rounds, tiles, N, LOW, HALF, FIRST_HALF,
+                OTHER_HALF, ROWS, STAGES, WORD_STAGES, USE_PDL,
+            )),
+            (_load_words, (shared, words, sharing, rounds, P, WORD_STAGES, FIRST_STAGES)),
+            (_load_x, (shared, x, sharing, rounds, ROWS, STAGES, USE_PDL)),
+        ],
+        [4, 1, 1], [REGISTERS, 24, 24],
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """From words in shared memory to weights in the registers that a warp-group instruction reads, on Hopper.
 
 A thread (r, q) of a warp has the words q of rows r and r + 8 of a tile. What it unpacks from them is what it
-has to give to m64nNk16, so nothing moves between threads. Far words and escapes are loaded to registers, where
-their records say, which are loaded before.
+has to give to m64nNk16, so nothing moves between threads. Far words and escapes are loaded to registers,
+where their records say, which are loaded before.
 """
 
 from __future__ import annotations
@@ -91,26 +91,21 @@ def _by_thread(words):
 
 
 @gluon.jit
-def _plane(words, number, GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """A word of rows r, and one of rows r + 8, of a plane in shared memory: a group alone may have a buffer."""
-    if words.shape[1] == 4:
-        tiles = words.index(number * GROUPS + GROUP).load(_WORDS)
-    else:
-        tiles = words.index(number).slice(4 * GROUP, 4, dim=0).load(_WORDS)
+def _plane(words, number, GROUP: gl.constexpr):
+    """A word of rows r, and one of rows r + 8, of a plane in shared memory."""
+    tiles = words.index(number).slice(4 * GROUP, 4, dim=0).load(_WORDS)
     a, b = gl.split(gl.reshape(tiles, [4, 4, 8, 2]))
     return _by_thread(a), _by_thread(b)
 
 
 @gluon.jit
-def _planes(
-    words, turn, other, P: gl.constexpr, WANTED: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr
-):
+def _planes(words, turn, other, P: gl.constexpr, WANTED: gl.constexpr, GROUP: gl.constexpr):
     """Words of all planes of a turn, of rows r, and of rows r + 8; of planes that are not WANTED another."""
     a = ()
     b = ()
     for p in gl.static_range(P):
         if (WANTED >> p) & 1:
-            of_a, of_b = _plane(words, turn + p, GROUP, GROUPS)
+            of_a, of_b = _plane(words, turn + p, GROUP)
             a += (of_a,)
             b += (of_b,)
         else:
@@ -123,13 +118,13 @@ def _planes(
 def half_bytes(
     words, turn, fars, escape, others, escapes, lane, base4,
     P: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, H: gl.constexpr, WANTED: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """The low and the high bytes of half of the slots: for each 4 those of row r, then of row r + 8.
 
     Escapes differ in up to 7 bits of their high bytes.
     """
-    planes = _planes(words, turn, escape, P, WANTED, GROUP, GROUPS)
+    planes = _planes(words, turn, escape, P, WANTED, GROUP)
     lows = ()
     highs = ()
     for g in gl.static_range(4 * H, 4 * H + 4):
@@ -184,5 +179,3 @@ def half_weights(lows, highs, HALF: gl.constexpr, SUMS: gl.constexpr):
 def _all_four(groups):
     """Four arrays as one, with two last axes of 2: the bits of their numbers."""
     return gl.join(gl.join(groups[0], groups[2]), gl.join(groups[1], groups[3]))
-
-

@@ -9,13 +9,8 @@ another:
 One row of x (`_one_row`) is one column of the 8 that an instruction multiplies with. So thread (r, q) loads x
 only for the slots 4 r to 4 r + 3, and keeps to itself that they stand in column r: instruction g leaves in
 its own sums, column g, what is asked for, and nonsense in the others. Several warps share the columns of a
-tile and add their sums in the end. Words are read before the
-previous kernel has ended (PDL), x is not.
-
-2 to 64 rows (`_some_rows`) are too many bytes for every warp to load. Warps with tiles of their own go
-through the same columns together, which lie in shared memory; what they have unpacked stays where the warp
-group's instruction wants it. Several programs share the columns. Another kernel adds the parts up, in an
-order that never changes; the escapes it has done by then.
+tile and add their sums in the end. Words are read before the previous kernel has ended (PDL), x is not.
+`some_rows` has the kernels for 2 to 64 rows.
 
 Where a far word is, its record in the index says, which is loaded turns before it. Escapes are so few that a
 thread mostly has none: theirs are loaded first, and added last.
@@ -32,23 +27,24 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.launch import is_compiled, launch, uses_pdl
-from neuzip.kernels.device.mma_fragments import float_of, multiply, side_by_side
+from neuzip.kernels.device.launch import FREE, PreparedLaunch, is_compiled
+from neuzip.kernels.device.mma_fragments import multiply
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.device.reduce import sum_rows
-from neuzip.kernels.packed_linear.form import SLOTS, PackedLayout
-from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
-from neuzip.kernels.packed_linear.triton.slots import (
-    as_start,
-    count_below,
-    high_bytes,
-    low_bytes,
-    slot_of_escape,
+from neuzip.kernels.packed_linear.form import SLOTS
+from neuzip.kernels.packed_linear.tensor import PackedTensor
+from neuzip.kernels.packed_linear.triton.some_rows import multiply_some_rows
+from neuzip.kernels.packed_linear.triton.words import (
+    HIGH_PLANES_BF16,
+    HIGH_PLANES_F16,
+    escapes_of_row,
+    load_escape,
+    load_far,
+    load_record,
+    load_words,
+    weights_of,
 )
 from neuzip.kernels.tuning import launch_for
-
-TILES = 4
-"""Warps, and tiles of weights, of a program for 2 or more rows: what a warp group's instruction takes."""
 
 
 def linear(
@@ -74,7 +70,7 @@ def linear(
     if rows == 1:
         _multiply_one_row(y, x, packed, bias, one_row)
     else:
-        _multiply_some_rows(y, x, packed, bias)
+        multiply_some_rows(y, x, packed, bias)
     return y.to(x.dtype)
 
 
@@ -82,45 +78,28 @@ def _multiply_one_row(
     y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None,
     one_row: OneRowLaunch | None,
 ) -> None:  # fmt: skip
+    if one_row is None:
+        prepared = packed.once(
+            "one row" if bias is None else "one row and a bias",
+            functools.partial(_prepared, one_row=None, has_bias=bias is not None),
+        )
+    else:
+        prepared = _prepared(packed, one_row, has_bias=bias is not None)
+    prepared((len(packed.words),), y, x.view(torch.int32), x, bias)
+
+
+def _prepared(packed: PackedTensor, one_row: OneRowLaunch | None, has_bias: bool) -> PreparedLaunch:
+    """The launch for weights and one row. It takes y, x in pairs of columns, x, and a bias or None."""
     tiles, planes, lanes = packed.words.shape[:3]
-    warps, ahead, unrolled, registers = one_row or one_row_launch(tiles, planes, lanes, x.device)
+    warps, ahead, unrolled, registers = one_row or one_row_launch(tiles, planes, lanes, packed.device)
     turns = triton.cdiv(lanes, 4 * warps)
-    launch(
-        _one_row, (tiles,),
-        y, x.view(torch.int32), x, packed.words, packed.far_index, packed.far_words, packed.row_start,
-        packed.escapes, bias, packed.base, packed.shift, 2.0**packed.shift, packed.shape[0],
+    return PreparedLaunch(
+        _one_row, FREE, FREE, FREE, packed.words, packed.far_index, packed.far_words, packed.row_start,
+        packed.escapes, FREE, packed.base, packed.shift, 2.0**packed.shift, packed.shape[0],
         W=warps, TURNS=turns, AHEAD=min(ahead, turns), UNROLLED=min(unrolled, turns),
-        EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, C=lanes, LOW=packed.low_bits,
+        EVEN=lanes % (4 * warps) == 0, BIAS=has_bias, C=lanes, LOW=packed.low_bits,
         HALF=packed.dtype == torch.float16, COMPILED=is_compiled(_one_row),
-        num_warps=warps, maxnreg=registers, pdl=True, device=x.device,
-    )  # fmt: skip
-
-
-def _multiply_some_rows(
-    y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None
-) -> None:
-    rows, out, device = x.shape[0], packed.shape[0], x.device
-    tiles, _, lanes = packed.words.shape[:3]
-    scale, half = 2.0**packed.shift, packed.dtype == torch.float16
-    wide = max(16, triton.next_power_of_2(rows))
-    blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
-    resident = launch_for("packed_linear.some_rows", device, rows=wide)["programs"]
-    programs, each = _programs(blocks * turns, resident, device)
-    spread = {"TURNS": turns, "EACH": each, "BLOCKS": 1 + triton.cdiv(each - 1, turns)}
-    parts = torch.empty(programs, spread["BLOCKS"], wide, 16 * TILES, dtype=torch.float32, device=device)
-    # It waits for its predecessor to end, so its own successor, which has PDL, may start early.
-    launch(
-        _some_rows, (programs,),
-        parts, x.view(torch.int32), packed.words, packed.far_index, packed.far_words, packed.base, scale,
-        blocks * turns, out, rows, BM=wide, W=TILES, EVEN=lanes % 4 == 0, C=lanes, LOW=packed.low_bits,
-        HALF=half, COMPILED=is_compiled(_some_rows), USE_PDL=uses_pdl(_some_rows, device), **spread,
-        num_warps=TILES, device=device,
-    )  # fmt: skip
-    launch(
-        _add_parts, (blocks, wide // 8),
-        y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
-        C=lanes, HALF=half, BIAS=bias is not None, BM=wide, W=TILES, **spread,
-        num_warps=TILES, pdl=True, device=device,
+        num_warps=warps, maxnreg=registers, pdl=True, device=packed.device,
     )  # fmt: skip
 
 
@@ -150,91 +129,6 @@ def one_row_launch(tiles: int, planes: int, lanes: int, device: torch.device) ->
     return OneRowLaunch(warps, config["ahead"], config["unrolled"], config["registers"])
 
 
-@functools.cache
-def _programs(units: int, resident: int, device: torch.device) -> tuple[int, int]:
-    """How many programs share so many units of work evenly, and how many each has: 4 or more if there are.
-
-    All run at once, `resident` on a multiprocessor.
-    """
-    wanted = max(1, min(resident * multiprocessors(device), units // 4))
-    each = triton.cdiv(units, wanted)
-    return triton.cdiv(units, each), each
-
-
-_F16 = PackedLayout(format_of(torch.float16), 8)
-_BF16 = PackedLayout(format_of(torch.bfloat16), 8)
-_HIGH_PLANES_F16 = tl.constexpr(_F16.planes - 8)
-_HIGH_PLANES_BF16 = tl.constexpr(_BF16.planes - 8)
-
-
-@triton.jit
-def _plane(words, at, inside, P: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
-    """A word of rows r and r + 8."""
-    two = words + (at + P * C * 16)[:, None] + tl.arange(0, 2)[None, :]
-    return tl.split(tl.load(two) if EVEN else tl.load(two, mask=inside[:, None], other=0))
-
-
-@triton.jit
-def _load_words(words, at, inside, P: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
-    """A word of each of P planes: those of row r, and those of row r + 8."""
-    a = ()
-    b = ()
-    for p in tl.static_range(P):
-        one, other = _plane(words, at, inside, p, C, EVEN)
-        a += (one,)
-        b += (other,)
-    return a, b
-
-
-@triton.jit
-def _record(index, c, inside, EVEN: tl.constexpr):
-    """Which rows of a word's pair have a far word, as bits, and where their far words begin."""
-    two = (index + c // 2 * 2)[:, None] + tl.arange(0, 2)[None, :]
-    return tl.split(tl.load(two) if EVEN else tl.load(two, mask=inside[:, None], other=0))
-
-
-@triton.jit
-def _load_far(far, record, c, r, COMPILED: tl.constexpr):
-    """The far words of rows r and r + 8, 0 where there is none."""
-    mask, start = record
-    bit = c % 2 * 16 + 2 * r
-    at = far + start + count_below(mask, bit, COMPILED)
-    own, next_own = (mask >> bit) & 1, (mask >> (bit + 1)) & 1
-    return tl.load(at, mask=own != 0, other=0), tl.load(at + own, mask=next_own != 0, other=0)
-
-
-@triton.jit
-def _weights(
-    words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, COMPILED: tl.constexpr
-):
-    """Slots 4 G and 4 G + 1, and the next two, of a row."""
-    low = low_bytes(words, LOW, G)
-    high = high_bytes(words, far, base4, LOW, HALF, G)
-    return side_by_side(low, high, COMPILED)
-
-
-@triton.jit
-def _escape(escapes, at, stop, base, shift, scale, HALF: tl.constexpr):
-    """How far a weight is from what stands in its slot, its position, and whether there is one."""
-    there = at < stop
-    entry = tl.load(escapes + at, mask=there, other=0)
-    slot = float_of(slot_of_escape((entry >> 16) & 0xFFFF, base, shift, HALF), HALF) * scale
-    return tl.where(there, float_of(entry >> 16, HALF) - slot, 0.0), entry & 0xFFFF, there
-
-
-@triton.jit
-def _escapes_of_row(row_start, row, own):
-    """Which escapes of a row a thread begins with, and where they end."""
-    return as_start(tl.load(row_start + row)) + own, as_start(tl.load(row_start + row + 1))
-
-
-@triton.jit
-def _gather(x, column, there, M, C: tl.constexpr, BM: tl.constexpr):
-    """x of the escape of each thread: [T, BM]."""
-    m = tl.arange(0, BM)[None, :]
-    return tl.load(x + (m * (32 * C) + column[:, None]), mask=there[:, None] & (m < M), other=0.0)
-
-
 @triton.jit
 def _load_pairs(x, c, r, inside, C: tl.constexpr, EVEN: tl.constexpr):
     """x for the slots 4 r to 4 r + 3 of one word: two pairs."""
@@ -259,8 +153,8 @@ def _multiply_next(
     far_a, far_b = fars[0]
     added = ()
     for g in tl.static_range(8):
-        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, COMPILED)
-        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, COMPILED)
+        a0, a2 = weights_of(a, far_a, base4, LOW, HALF, g, COMPILED)
+        a1, a3 = weights_of(b, far_b, base4, LOW, HALF, g, COMPILED)
         added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, COMPILED),)
     return added
 
@@ -274,7 +168,10 @@ def _behind(queue, COUNT: tl.constexpr):
     return left
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["base", "shift", "scale", "N"],
+    do_not_specialize_on_alignment=["y", "x", "far", "row_start", "escapes", "bias"],
+)
 def _one_row(
     y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, shift, scale, N,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, COMPILED: tl.constexpr,
@@ -288,7 +185,7 @@ def _one_row(
     """
     T: tl.constexpr = 32 * W
     EL: tl.constexpr = 2 * W  # escapes of a row at a time
-    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
+    P: tl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
     t = tl.arange(0, T)
     lane, warp = t % 32, t // 32
     r, q = lane // 4, lane % 4
@@ -298,18 +195,18 @@ def _one_row(
     index += tile.to(tl.int64) * ((C + 1) // 2 * 2)
     c = warp * 4 + q
     base4 = base * 0x01010101
-    first, stop = _escapes_of_row(row_start, tl.minimum(n, N - 1), warp * 2 + q // 2)
+    first, stop = escapes_of_row(row_start, tl.minimum(n, N - 1), warp * 2 + q // 2)
 
     # Of the turns to come, the next first.
     coming = ()
     records = ()
     for i in tl.static_range(AHEAD):
         k = i * (4 * W) + c
-        records += (_record(index, k, k < C, EVEN),)
-        coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
+        records += (load_record(index, k, k < C, EVEN),)
+        coming += (load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
     for i in tl.static_range(AHEAD, 2 * AHEAD):
         k = tl.minimum(i, TURNS - 1) * (4 * W) + c
-        records += (_record(index, k, k < C, EVEN),)
+        records += (load_record(index, k, k < C, EVEN),)
     if USE_PDL:
         cuda.gdc_wait()  # for x
     pairs = ()
@@ -317,9 +214,9 @@ def _one_row(
     for i in tl.static_range(AHEAD):
         k = i * (4 * W) + c
         pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
-        fars += (_load_far(far, records[i], k, r, COMPILED),)
+        fars += (load_far(far, records[i], k, r, COMPILED),)
     records = _behind(records, AHEAD)
-    off, column, there = _escape(escapes, first, stop, base, shift, scale, HALF)
+    off, column, there = load_escape(escapes, first, stop, base, shift, scale, HALF)
     fix = off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
     if BIAS:
         added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -329,19 +226,19 @@ def _one_row(
         sums += ((zero, zero, zero, zero),)
     for turn in tl.range(TURNS, loop_unroll_factor=UNROLLED):
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
-        coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
+        coming += (load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
         pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
         sums = _multiply_next(coming, fars, pairs, sums, base4, LOW, HALF, W, COMPILED)
         # Last, or the compiler lets what is multiplied wait for far words that are not needed yet.
-        fars += (_load_far(far, records[0], k, r, COMPILED),)
+        fars += (load_far(far, records[0], k, r, COMPILED),)
         k = tl.minimum(turn + 2 * AHEAD, TURNS - 1) * (4 * W) + c
-        records += (_record(index, k, k < C, EVEN),)
+        records += (load_record(index, k, k < C, EVEN),)
         coming, pairs = _behind(coming, 1), _behind(pairs, 1)
         fars, records = _behind(fars, 1), _behind(records, 1)
     if USE_PDL:
         cuda.gdc_launch_dependents()  # all words have been asked for
     for step in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):
-        off, column, there = _escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
+        off, column, there = load_escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
         fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
 
     # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
@@ -356,158 +253,3 @@ def _one_row(
     if BIAS:
         result += added
     tl.store(y + n, result.to(y.dtype.element_ty), mask=(n < N) & (warp == 0) & (q < 2))
-
-
-@triton.jit
-def _some_rows(
-    parts, pairs_of_x, words, index, far, base, scale, units, N, M,
-    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr, BM: tl.constexpr,
-    W: tl.constexpr, TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """A share of the products of blocks of W tiles with up to BM rows of x: EACH of all `units`.
-
-    A unit is a block and 128 columns. What they add to a block goes to parts [programs, BLOCKS, BM, 16 W].
-    Words and x of the next unit are under way meanwhile. The loop is not left to the compiler to overlap: it
-    would cut the instruction in eight that wait for each other.
-    """
-    if USE_PDL:
-        cuda.gdc_launch_dependents()
-    t = tl.arange(0, 32 * W)
-    warp, lane = t // 32, t % 32
-    r, q = lane // 4, lane % 4
-    base4 = base * 0x01010101
-    program = tl.program_id(0)
-    unit = program * EACH
-    stop = tl.minimum(unit + EACH, units)
-    first, last, tiles = unit // TURNS, units - 1, (N + 15) // 16
-    parts += program.to(tl.int64) * (BLOCKS * BM * 16 * W)
-    tile, c = _tile_and_word(unit, warp, q, tiles, W, TURNS)
-    record = _record(index + tile * ((C + 1) // 2 * 2), c, c < C, EVEN)
-    a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
-    next_tile, behind = _tile_and_word(tl.minimum(unit + 1, last), warp, q, tiles, W, TURNS)
-    next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
-    far_a, far_b = _load_far(far, record, c, r, COMPILED)
-    at_hand = _columns(pairs_of_x, unit % TURNS, M, C, BM, EVEN)
-    sums = tl.zeros([16 * W, BM], tl.float32)
-    for following in tl.range(unit + 1, stop + 1, num_stages=1):
-        weights = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, COMPILED)
-        now = _in_order(at_hand, (following - 1) % TURNS, C, HALF, BM)
-        ahead = tl.minimum(following, last)
-        tile, c = next_tile, behind
-        next_tile, behind = _tile_and_word(tl.minimum(following + 1, last), warp, q, tiles, W, TURNS)
-        a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
-        far_a, far_b = _load_far(far, next_record, c, r, COMPILED)
-        next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
-        at_hand = _columns(pairs_of_x, ahead % TURNS, M, C, BM, EVEN)
-        if COMPILED:
-            sums = tl.dot(weights, now, sums)
-        else:
-            sums = tl.dot(weights.to(tl.float32), now.to(tl.float32), sums, input_precision="ieee")
-        if (following == stop) | (following % TURNS == 0):
-            block = (following - 1) // TURNS - first
-            n, m = tl.arange(0, 16 * W)[:, None], tl.arange(0, BM)[None, :]
-            tl.store(parts + ((block * BM + m) * (16 * W) + n), sums * scale)
-            sums = tl.zeros([16 * W, BM], tl.float32)
-
-
-@triton.jit
-def _tile_and_word(unit, warp, q, tiles, W: tl.constexpr, TURNS: tl.constexpr):
-    """What a thread has of a unit; beyond the last tile that one again."""
-    return tl.minimum(unit // TURNS * W + warp, tiles - 1).to(tl.int64), unit % TURNS * 4 + q
-
-
-@triton.jit
-def _tile_words(
-    words, tile, c, r, LOW: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
-):
-    """A word of each plane of rows r and r + 8 of a tile."""
-    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
-    return _load_words(words, tile * (P * C * 16) + c * 16 + r * 2, c < C, P, C, EVEN)
-
-
-@triton.jit
-def _add_parts(
-    y, parts, x, row_start, escapes, bias, base, shift, scale, N, M,
-    C: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
-    TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """16 W columns of 8 rows of y: meanwhile the escapes' share, then the parts in the order of programs."""
-    EL: tl.constexpr = 2  # escapes of a row at a time
-    MOST: tl.constexpr = (TURNS + EACH - 2) // EACH + 1  # programs of a block
-    t = tl.arange(0, 32 * W)
-    block, octet = tl.program_id(0), tl.program_id(1) * 8
-    begin = block * (16 * W)
-    first, stop = _escapes_of_row(row_start, tl.minimum(begin + t // EL, N - 1), t % EL)
-    x += octet * (32 * C)
-    fix = tl.zeros([32 * W, 8], tl.float32)
-    for step in range(tl.cdiv(tl.max(stop - first, 0), EL)):
-        off, column, there = _escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
-        fix += off[:, None] * _gather(x, column, there, M - octet, C, 8).to(tl.float32)
-    result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, EL, 8]), 1))
-    n, m = tl.arange(0, 16 * W)[None, :], octet + tl.arange(0, 8)[:, None]
-    inside = (begin + n < N) & (m < M)
-    if BIAS:
-        result += tl.load(bias + begin + n, mask=begin + n < N, other=0.0).to(tl.float32)
-    program = block * TURNS // EACH
-    beyond = ((block + 1) * TURNS - 1) // EACH + 1
-    if USE_PDL:
-        cuda.gdc_wait()
-    for _ in tl.static_range(MOST):
-        own = (program.to(tl.int64) * BLOCKS + block - program * EACH // TURNS) * (BM * 16 * W)
-        result += tl.load(parts + own + m * (16 * W) + n, mask=inside & (program < beyond), other=0.0)
-        program += 1
-    tl.store(y + m.to(tl.int64) * N + begin + n, result.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _columns(pairs_of_x, turn, M, C: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr):
-    """The 128 columns of x of a turn, as they lie: pairs [BM, 64]."""
-    m, k = tl.arange(0, BM)[:, None], turn * 64 + tl.arange(0, 64)[None, :]
-    inside = (m < M) if EVEN else (m < M) & (k < 16 * C)
-    return tl.load(pairs_of_x + (m * (16 * C) + k), mask=inside, other=0)
-
-
-@triton.jit
-def _in_order(pairs, turn, C: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr):
-    """Columns of x in the order of the instructions: [128, BM]. Words that are no turn hold 32 neighbours."""
-    if C % 4 != 0:
-        # q, g, half of an instruction
-        parts = tl.permute(tl.reshape(pairs, [BM, 4, 8, 2]), (0, 2, 3, 1))
-        pairs = tl.where(turn == C // 4, tl.reshape(parts, [BM, 64]), pairs)
-    return tl.trans(tl.reshape(_pair(pairs, HALF), [BM, 128]))
-
-
-@triton.jit
-def _unpacked(
-    a, b, far_a, far_b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr
-):
-    """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8.
-
-    Each thread has what the instruction wants of it, so nothing moves between threads.
-    """
-    groups = ()
-    for g in tl.static_range(8):
-        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, COMPILED)
-        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, COMPILED)
-        first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
-        groups += (tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF))),)
-    # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
-    tile = tl.reshape(_all_eight(groups), [W, 8, 4, 2, 2, 2, 8])
-    return tl.reshape(tl.permute(tile, (0, 4, 1, 6, 5, 2, 3)), [16 * W, 128])
-
-
-@triton.jit
-def _all_eight(groups):
-    """Eight arrays as one, with three last axes of 2: the bits of their numbers."""
-    even = tl.join(tl.join(groups[0], groups[4]), tl.join(groups[2], groups[6]))
-    odd = tl.join(tl.join(groups[1], groups[5]), tl.join(groups[3], groups[7]))
-    return tl.join(even, odd)
-
-
-@triton.jit
-def _pair(pattern, HALF: tl.constexpr):
-    """The two weights in an int32: [T, 2]."""
-    low, high = (pattern & 0xFFFF).to(tl.uint16), ((pattern >> 16) & 0xFFFF).to(tl.uint16)
-    both = tl.join(low, high)
-    return both.to(tl.float16, bitcast=True) if HALF else both.to(tl.bfloat16, bitcast=True)

@@ -15,8 +15,6 @@ columns. Nothing is read or written outside the arrays.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -83,19 +81,11 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     starts = torch.zeros(out + 1, dtype=torch.int32, device=device)
     listed = torch.empty(escapes, dtype=torch.int32, device=device)
     if weight.numel():
-        form: dict[str, Any] = {"columns": columns, "shift": window.shift, "F16": fmt == F16}
         kinds = torch.from_numpy(window.kinds).to(device)
-        launch(
-            _words_kernel, (tiles * triton.cdiv(far.shape[1], WORDS),),
-            bits, kinds, words, far, starts[1:], out=out, base=window.base, lane=lane, **form,
-            LOW_BITS=layout.low_bits, WORDS=WORDS, num_warps=WORDS * TILE_ROWS // 32, device=bits.device,
-        )  # fmt: skip
+        _write_words(bits, kinds, words, far, starts[1:], layout, window.base, window.shift)
         starts = torch.cumsum(starts, 0, dtype=torch.int32)
         if escapes:
-            launch(
-                _escapes_kernel, (out,),
-                bits, kinds, starts, listed, columns, F16=fmt == F16, TILE=1024, device=bits.device,
-            )  # fmt: skip
+            _list_escapes(bits, kinds, starts, listed, fmt)
     row_start = starts.to(torch.int16) if escapes <= FEW_ESCAPES else starts  # in 16 bits, modulo 2**16
     packed = PackedTensor(
         (out, columns), weight.dtype, layout.low_bits, window.base, window.shift, words,
@@ -105,9 +95,53 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     return packed
 
 
+def compile_packing(out: int, columns: int, dtype: torch.dtype, low_bits: int) -> None:
+    """Compile what `pack` launches for weights of a shape that hold `low_bits`, for the current GPU."""
+    fmt = format_of(dtype)
+    layout = PackedLayout(fmt, low_bits)
+    with torch.device("meta"):
+        bits, kinds = torch.empty(out, columns, dtype=torch.int16), torch.empty(256, dtype=torch.uint8)
+        words = torch.empty(words_shape(out, columns, layout), dtype=torch.int32)
+        starts, numbers = torch.empty(out + 1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        counts = torch.empty(1, dtype=torch.int64)
+    _count(bits, counts, fmt)
+    _write_words(bits, kinds, words, words, starts[1:], layout, base=0, shift=0)
+    _list_escapes(bits, kinds, starts, numbers, fmt)
+
+
+def _write_words(
+    bits: torch.Tensor, kinds: torch.Tensor, words: torch.Tensor, far: torch.Tensor, counts: torch.Tensor,
+    layout: PackedLayout, base: int, shift: int,
+) -> None:  # fmt: skip
+    """Write words, all far words, and the escapes of each row to `counts`, which are 0 before."""
+    (out, columns), (tiles, _, lane, *_) = bits.shape, words.shape
+    launch(
+        _words_kernel, (tiles * triton.cdiv(lane + lane % 2, WORDS),),
+        bits, kinds, words, far, counts, out=out, columns=columns, lane=lane, base=base, shift=shift,
+        F16=layout.fmt == F16, LOW_BITS=layout.low_bits, WORDS=WORDS, num_warps=WORDS * TILE_ROWS // 32,
+        device=bits.device,
+    )  # fmt: skip
+
+
+def _list_escapes(
+    bits: torch.Tensor, kinds: torch.Tensor, starts: torch.Tensor, listed: torch.Tensor, fmt: FloatFormat
+) -> None:
+    """Write the escapes of all rows, those of a row from its start on."""
+    launch(
+        _escapes_kernel, (bits.shape[0],),
+        bits, kinds, starts, listed, bits.shape[1], F16=fmt == F16, TILE=1024, device=bits.device,
+    )  # fmt: skip
+
+
 def decode(packed: PackedTensor, start: int, stop: int, dense: torch.Tensor) -> None:
     """Write rows `start` to `stop`, which there are, to `dense`, contiguous [stop - start, in]."""
     _decode(packed, None, start, stop - start, dense)
+
+
+def compile_rows(packed: PackedTensor) -> None:
+    """Compile what `rows` launches for weights like `packed`, on the meta device, on the current GPU."""
+    ids = torch.empty(1, dtype=torch.int64, device="meta")
+    rows(packed, ids, torch.empty(1, packed.shape[1], dtype=packed.dtype, device="meta"))
 
 
 def rows(packed: PackedTensor, ids: torch.Tensor, dense: torch.Tensor) -> None:
@@ -146,19 +180,24 @@ def _decode(
 
 def _census(bits: torch.Tensor, fmt: FloatFormat) -> tuple[npt.NDArray[np.int64], int]:
     """How often each exponent occurs, and bits of the mantissas among which is the lowest that any has."""
-    config = launch_for("packed_linear.census", bits.device)
-    numel, tile, names = bits.numel(), config["tile"], 1 << fmt.exponent_bits
-    counts = torch.zeros(names + 1, dtype=torch.int64, device=bits.device)
-    tiles = triton.cdiv(numel, tile)
-    if numel:
-        launch(
-            _census_kernel, (min(tiles, config["programs"] * multiprocessors(bits.device)),),
-            bits, counts, numel, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, TILE=tile,
-            num_warps=config["num_warps"], device=bits.device,
-        )  # fmt: skip
+    counts = torch.zeros((1 << fmt.exponent_bits) + 1, dtype=torch.int64, device=bits.device)
+    counted = _count(bits, counts, fmt) if bits.numel() else 0
     *exponents, mantissas = counts.tolist()
-    exponents[0] -= tiles * tile - numel  # what the last tile has beyond the weights counts as 0
+    exponents[0] -= counted - bits.numel()  # what the last tile has beyond the weights counts as 0
     return np.array(exponents), mantissas
+
+
+def _count(bits: torch.Tensor, counts: torch.Tensor, fmt: FloatFormat) -> int:
+    """Add to the counts of exponents, and unite mantissas behind them; how many weights whole tiles have."""
+    config = launch_for("packed_linear.census", bits.device)
+    tile = config["tile"]
+    tiles = triton.cdiv(bits.numel(), tile)
+    launch(
+        _census_kernel, (min(tiles, config["programs"] * multiprocessors(bits.device)),),
+        bits, counts, bits.numel(), EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, TILE=tile,
+        num_warps=config["num_warps"], device=bits.device,
+    )  # fmt: skip
+    return int(tiles * tile)
 
 
 def _gathered(far: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -97,6 +97,21 @@ class DecodeLaunch:
         )  # fmt: skip
 
 
+def compile_decoder(kind: Kind, blocks: int, ragged: bool) -> None:
+    """Compile what `decode` launches for tensors of a kind on the current GPU.
+
+    They have so many full blocks together; `ragged` says whether some end with a shorter one.
+    """
+    with torch.device("meta"):
+        memory, errors = torch.empty(ALIGNMENT, dtype=torch.uint8), torch.empty(1, dtype=torch.int32)
+        wide, narrow = torch.empty(1, 1, dtype=torch.int64), torch.empty(1, 1, dtype=torch.int32)
+    full = [(False, warps_of(kind, blocks, memory.device))] if blocks else []
+    for is_ragged, warps in [*full, *([(True, 1)] if ragged else [])]:
+        DecodeLaunch(kind, is_ragged, warps, wide, wide, narrow, narrow, narrow, narrow).start(
+            memory, memory, errors
+        )
+
+
 @functools.cache
 def _options(kind: Kind, ragged: bool, warps: int) -> dict[str, Any]:
     """What the kernels are compiled for. Programs with the warps of stream.py decode as that does."""

@@ -244,7 +244,7 @@ def _place_of_largest(places, keys, parts, BLOCK: tl.constexpr, USE_PDL: tl.cons
     tl.store(places + row, 0xFFFFFFFF - (key & 0xFFFFFFFF))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _store(
     k_room, v_room, k, v, places, length, kr_b, kr_h, kr_n, vr_b, vr_h, vr_n,
     k_b, k_h, k_t, k_w, v_b, v_h, v_t, v_w,

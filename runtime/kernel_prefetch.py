@@ -1,0 +1,233 @@
+"""Which kernels a model needs on a GPU, from the headers of its checkpoint: compiled while weights are read.
+
+    prefetch_kernels(source, tensors, device, residency)
+
+Shapes and dtypes of tensors and the sizes in config.json say it, before there is a model. What is compiled in
+vain, or not at all, costs time only: see `kernels.device.compile_ahead`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
+from neuzip.errors import NeuzipError
+from neuzip.formats.config_section import read_config
+from neuzip.kernels.dtypes import torch_dtypes_for
+from neuzip.kernels.packed_linear.form import MAX_COLUMNS
+from neuzip.kernels.rans.coded import Kind
+from neuzip.kernels.rans.numbers import BLOCK
+from neuzip.runtime.dtypes import TORCH_DTYPES
+from neuzip.runtime.weights.base import SMALLEST
+
+if TYPE_CHECKING:
+    from neuzip.kernels.device.compile_ahead import KernelPrefetch
+
+LOOKED_UP = ("embed", "wte", "wpe")
+"""Parts of names of matrices whose rows are looked up; without a tensor of HEADS they are heads, too."""
+
+HEADS = ("lm_head", "embed_out", "output.weight")
+
+
+ROWS = (1, 16)
+"""Rows of x of a step of one text, and of a prompt of up to 16 tokens."""
+
+_BEGUN: set[tuple[Path, torch.device, str]] = set()
+"""For which folders, devices and residencies kernels have been compiled ahead in this process."""
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """What a product with a weight, or a look-up of its rows, is compiled for."""
+
+    out: int
+    columns: int
+    dtype: torch.dtype
+    low_bits: int
+    bias: bool
+    multiplied: bool
+    looked_up: bool
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a decoding step, of a config.json."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    width: int
+    words: int
+    dtype: torch.dtype
+    has_rms_norms: bool
+    has_silu: bool
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """What decides which kernels a model needs. `decoders`: full blocks of each kind, and any ragged one."""
+
+    decoders: dict[Kind, tuple[int, bool]]
+    matrices: frozenset[MatrixShape]
+    step: StepShape | None
+
+
+def prefetch_kernels(
+    source: FolderSource,
+    tensors: Sequence[SourceTensor],
+    device: torch.device,
+    residency: str,
+    *,
+    rows: Sequence[int] | None = None,
+    note: Callable[[str], None] = lambda remark: None,
+) -> KernelPrefetch | None:
+    """Compile the kernels of a model in other threads, and return at once; None where `device` is no GPU.
+
+    `rows` of x are what products are compiled for: without them those of a step and of a short prompt, unless
+    somebody has called this for the same checkpoint before. `note` is given a line if there is something to
+    compile.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    key = source.checkpoint.root.resolve(), device, residency
+    if rows is None and key in _BEGUN:
+        return None
+    _BEGUN.add(key)
+    from neuzip.kernels.device.compile_ahead import compile_ahead
+
+    launches = launches_on_meta(model_shapes(source, tensors), residency, rows or ROWS)
+    return compile_ahead(launches, device, note)
+
+
+def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> ModelShapes:
+    """The shapes of the tensors of a checkpoint. What is damaged is passed over: who reads it reports it."""
+    decoders: dict[Kind, tuple[int, bool]] = {}
+    matrices: set[MatrixShape] = set()
+    names = {tensor.name for tensor in tensors}
+    has_head = any(part in name for name in names for part in HEADS)
+    for tensor in tensors:
+        try:
+            coding = source.coding(source.resolve(tensor))
+        except NeuzipError:
+            continue
+        dtype, numel = TORCH_DTYPES.get(tensor.info.dtype), tensor.info.numel
+        unused = 0
+        if coding is not None:
+            kind = coding.fmt, coding.mantissa_bits, coding.table.group, coding.block_size or 0
+            full, ragged = decoders.get(kind, (0, False))
+            decoders[kind] = full + numel // BLOCK, ragged or numel % BLOCK != 0
+            unused = coding.fmt.mantissa_bits - coding.mantissa_bits
+        is_matrix = len(tensor.info.shape) == 2 and numel >= SMALLEST and tensor.info.shape[1] <= MAX_COLUMNS
+        if not is_matrix or dtype not in torch_dtypes_for("packed"):
+            continue
+        looked_up = any(part in tensor.name for part in LOOKED_UP)
+        out, columns = tensor.info.shape
+        bias = tensor.name.removesuffix("weight") + "bias" in names
+        matrices.add(
+            MatrixShape(
+                out, columns, dtype, max(1, 8 - unused), bias, not looked_up or not has_head, looked_up
+            )
+        )
+    return ModelShapes(decoders, frozenset(matrices), _step_shape(source, matrices))
+
+
+def _step_shape(source: FolderSource, matrices: Iterable[MatrixShape]) -> StepShape | None:
+    """The sizes of a step; None where config.json does not say them all."""
+    try:
+        document: Any = read_config(source.checkpoint.root / "config.json")
+    except NeuzipError:
+        return None
+    config = document.get("text_config", document) if isinstance(document, dict) else {}
+    dtypes = {matrix.dtype for matrix in matrices}
+    names = "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
+    sizes = [_size(config, name) for name in names]
+    if len(dtypes) != 1 or 0 in sizes:
+        return None
+    hidden, inner, heads, words = sizes
+    kv_heads = _size(config, "num_key_value_heads") or heads
+    width = _size(config, "head_dim") or max(1, hidden // heads)
+    norms = any("rms_norm" in name for name in config)
+    silu = config.get("hidden_act") in ("silu", "swish")
+    return StepShape(hidden, inner, heads, kv_heads, width, words, dtypes.pop(), norms, silu)
+
+
+def _size(config: Any, name: str) -> int:
+    """A size of a config.json; 0 where there is none, or something else."""
+    size = config.get(name) if isinstance(config, dict) else None
+    return size if type(size) is int and size > 0 else 0
+
+
+def launches_on_meta(shapes: ModelShapes, residency: str, rows: Sequence[int]) -> list[Callable[[], object]]:
+    """What loading a model and decoding launch, on the meta device, in the order of its needs."""
+    from neuzip.kernels.rans.triton.decode import compile_decoder
+
+    launches: list[Callable[[], object]] = [
+        partial(compile_decoder, kind, blocks, ragged) for kind, (blocks, ragged) in shapes.decoders.items()
+    ]
+    if residency != "dense":
+        launches += _packed_launches(shapes.matrices, residency, rows)
+    if residency == "ans":
+        launches.append(partial(_launch_parts, shapes.decoders))
+    if shapes.step is not None:
+        launches.append(partial(_launch_step, shapes.step))
+    return launches
+
+
+def _packed_launches(
+    matrices: Iterable[MatrixShape], residency: str, rows: Sequence[int]
+) -> Iterator[Callable[[], object]]:
+    """Packing, look-ups and products; of `ans` only what is looked up is packed, and it is decoded first."""
+    from neuzip.kernels.packed_linear.ops import compile_products
+    from neuzip.kernels.packed_linear.tensor import PackedTensor
+    from neuzip.kernels.packed_linear.triton import pack
+
+    matrices = [m for m in matrices if residency == "packed" or m.looked_up]
+    for m in matrices:
+        yield partial(pack.compile_packing, m.out, m.columns, m.dtype, m.low_bits)
+    for m in sorted(matrices, key=lambda m: not m.looked_up):
+        packed = PackedTensor.without_values(m.out, m.columns, m.dtype, m.low_bits)
+        if m.looked_up:
+            yield partial(pack.compile_rows, packed)
+        for count in rows if residency == "packed" and m.multiplied else ():
+            if count == 1 or not m.looked_up:  # of a prompt, only the last token goes through the head
+                yield partial(compile_products, packed, count, m.bias)
+
+
+def _launch_parts(decoders: dict[Kind, tuple[int, bool]]) -> None:
+    """What decodes weights that stay coded."""
+    from neuzip.kernels.rans.coded import CodedPart
+    from neuzip.kernels.rans.triton.decode import decode_parts
+
+    row, out = (torch.empty(16, dtype=dtype, device="meta") for dtype in (torch.int64, torch.uint8))
+    for kind, (blocks, ragged) in decoders.items():
+        decode_parts([CodedPart(kind, row, blocks, ragged)], [out])
+
+
+def _launch_step(shape: StepShape) -> None:
+    """What a step launches between its products, and what it is compared with beforehand."""
+    from neuzip.kernels.step import can_gate, can_norm, can_rotate
+    from neuzip.kernels.step.triton import step
+
+    def states(heads: int) -> torch.Tensor:
+        return torch.empty(1, heads, 1, shape.width, dtype=shape.dtype, device="meta")
+
+    q, k, cos = states(shape.heads), states(shape.kv_heads), states(1)[0]
+    step.store((k, k), (k, k), torch.empty(1, dtype=torch.int64, device="meta"))
+    step.largest(torch.empty(1, shape.words, dtype=shape.dtype, device="meta"))
+    if shape.has_rms_norms and can_norm(1, shape.hidden):
+        for dtype in (shape.dtype, torch.float32):
+            x = torch.empty(1, 1, shape.hidden, dtype=dtype, device="meta")
+            step.rms_norm(x, x[0, 0], 1e-5, "llama")
+    if can_rotate(q, k, cos, cos):
+        step.rotated(q, k, cos, cos)
+    gate = torch.empty(1, 1, shape.inner, dtype=shape.dtype, device="meta")
+    if shape.has_silu and can_gate(gate, gate):
+        step.gated(gate, gate)
