@@ -147,7 +147,7 @@ def slower(speedup: float) -> str:
 
 
 def slower_results(text: str) -> int:
-    """How many results of a page are slower than their baseline: those with a label, and bold ratios below 1."""
+    """Results of a page that are slower than their baseline: those with a label, and bold ratios below 1."""
     return text.count("**slower**") + len(re.findall(r"\*\*0\.\d\d\*\*", text))
 
 

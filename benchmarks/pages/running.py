@@ -86,7 +86,9 @@ def serving(document: Document) -> dict[tuple[str, str], Row]:
 
 def cold_start(document: Document) -> str:
     """The first token of a command, with an empty and with a filled cache of kernels."""
-    results = [(r, AIMS[r["cache"]] if r["residency"] == "packed" else (None, None)) for r in document["results"]]
+    results = [
+        (r, AIMS[r["cache"]] if r["residency"] == "packed" else (None, None)) for r in document["results"]
+    ]
     return render("running.cold_start", document, results)
 
 
