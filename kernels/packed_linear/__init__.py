@@ -99,9 +99,9 @@ An escape is one number of 32 bits:
 The escapes of row r are those from row_start[r] to row_start[r + 1], ascending by column. These starts take
 16 bits each if the tensor has fewer than 65,536 escapes, else 32.
 
-Products of 17 and more rows have no time to add anything: they turn the slots of escapes into the weights. For them
-escapes are listed once more, by tile and turn, in units of the slots: 2**shift times smaller. What differs
-are 7 bits of a high byte:
+Products of many rows (Hopper, 17 rows and more) have no time to add anything: they turn the slots of escapes
+into the weights. For them escapes are listed once more, by tile and turn, in units of the slots: 2**shift
+times smaller. What differs are 7 bits of a high byte:
 
     bits   holds
     0-6    the bits to turn
