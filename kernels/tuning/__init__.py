@@ -36,7 +36,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
