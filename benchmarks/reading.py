@@ -10,6 +10,8 @@ marks were mended. `after` is the reading by two others, who had seen none of it
 sentences of every page, and the marked ones, word by word, so that anyone can check the judgement:
 
     "after": {"commit": "...", "readers": 2, "pages": {"README.md": {"sentences": 90, "marked": ["..."]}}}
+
+A page that was added and read later has a `commit` and a `reader` of its own.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from packed_groups import GROUPS, lossless
 
 from pages.layout import Document, load, render
 from pages.quoted import BLOCKS as QUOTED
+from pages.quoted import DECODED, form_ratios
 from pages.weights import blocks_worth
 
 FIRST = "bf16 decode, lossless, 235 M weights"
@@ -133,11 +134,10 @@ def peers_lossless() -> str:
 
 def residencies() -> str:
     """A model of Llama-3-8B's shapes in every residency, in short."""
-    section = load("generate")["sections"]["llama"]
-    results = {(r["what"], r["by"]): r for r in section["results"]}
-    whats = ("weights in memory", "decode, batch 1", "decode, batch 32", "prefill")
-    rows = [(what, [results[what, form]["ratio"] for form in ("packed", "ans")]) for what in whats]
-    return render("kernels.residencies", section, rows)
+    sections, ratios = load("generate")["sections"], form_ratios()
+    whats = ("weights in memory", *DECODED, "prefill")
+    rows = [(what, [ratios[what, form] for form in ("packed", "ans")]) for what in whats]
+    return render("kernels.residencies", sections["llama"], sections["serving"], rows)
 
 
 def peers_attention() -> str:

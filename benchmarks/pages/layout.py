@@ -146,6 +146,11 @@ def slower(speedup: float) -> str:
     return ", **slower**" if round(speedup, 2) < 1 else ""
 
 
+def slower_results(text: str) -> int:
+    """Results of a page that are slower than their baseline: those with a label, and bold ratios below 1."""
+    return text.count("**slower**") + len(re.findall(r"\*\*0\.\d\d\*\*", text))
+
+
 def times(ratio: float) -> str:
     """How many times as fast as the baseline, and that it is slower if it is."""
     return f"{ratio:.2f}x{slower(ratio)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pages.layout import load, render
+from pages.running import serving
 
 
 def one_more_bit() -> str:
@@ -35,11 +36,28 @@ def delta_sizes() -> str:
 
 def in_memory() -> str:
     """Memory and speed of the lossless in-memory formats, as ratios to bf16."""
-    section = load("generate")["sections"]["llama"]
-    ratio = {(r["what"], r["by"]): r.get("ratio", 1) for r in section["results"]}
-    columns = ("weights in memory", "decode, batch 1", "decode, batch 32", "prefill")
-    rows = {form: [ratio[what, form] for what in columns] for form in ("packed", "ans")}
-    return render("quoted.in_memory", section, rows)
+    sections = load("generate")["sections"]
+    whats = ("weights in memory", *DECODED, "prefill")
+    rows = [(form, [form_ratios()[what, form] for what in whats]) for form in ("packed", "ans")]
+    return render("quoted.in_memory", sections["llama"], sections["serving"], rows)
+
+
+DECODED = tuple(f"decode, batch {texts}" for texts in (1, 32, 64, 128))
+"""Numbers of texts of which pages quote the speed."""
+
+
+def form_ratios() -> dict[tuple[str, str], float | None]:
+    """Memory and speeds of `packed` and `ans` as ratios to bf16; None for what was not measured.
+
+    A prompt and many texts with `packed` were measured with fewer layers, the rest with a whole model.
+    """
+    document = load("generate")
+    rows = {(r["what"], r["by"]): r for r in document["sections"]["llama"]["results"]} | serving(document)
+    whats = ("weights in memory", *DECODED, "prefill")
+    return {
+        (what, form): rows[what, form]["ratio"] if (what, form) in rows else None
+        for what in whats for form in ("packed", "ans")
+    }  # fmt: skip
 
 
 def gpu_memory() -> str:

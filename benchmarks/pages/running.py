@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cold_start import AIMS
 from packed_groups import LAW_NAMES, GroupFigures, group_figures, lossless
 
 from pages.layout import Document, judged, machine, renamed, render, slower, table
@@ -48,13 +49,14 @@ def speed_table(results: Sequence[Row]) -> str:
         [f"{shape[0]} x {shape[1]}", *(speed(cases[column]) if column in cases else "" for column in columns)]
         for shape, cases in shapes.items()
     ]
-    heads = [f"batch {rows:,}{'' if kept == -7 else f', {-kept} mantissa bits'}" for kept, rows in columns]
-    return table(["weights, out x in", *heads], lines)
+    heads = [f"{rows:,}{'' if kept == -7 else f', {-kept} bits'}" for kept, rows in columns]
+    return table(["out x in", *heads], lines)
 
 
 def speed(row: Row) -> str:
-    """A speed relative to cuBLAS."""
-    return f"{row['speedup']:.2f}{slower(row['speedup'])}"
+    """A speed relative to cuBLAS, in bold if it is slower in the two digits shown."""
+    figure = f"{row['speedup']:.2f}"
+    return f"**{figure}**" if slower(row["speedup"]) else figure
 
 
 def commits(results: list[Row]) -> str:
@@ -70,6 +72,24 @@ def commits(results: list[Row]) -> str:
 def generate(document: Document) -> str:
     """A whole model in every residency: a column each."""
     return render("running.generate", document, has_compiled(document), by_form(document))
+
+
+SERVING = " (8 layers, trained-like)"
+"""What ends the names of rows of a model with few layers, whose weights look trained."""
+
+
+def serving(document: Document) -> dict[tuple[str, str], Row]:
+    """Rows of decoding many texts and of a prompt, by what was measured and by form, without their ending."""
+    rows = document["sections"]["serving"]["results"]
+    return {(r["what"].removesuffix(SERVING), r["by"]): r for r in rows if r["what"].endswith(SERVING)}
+
+
+def cold_start(document: Document) -> str:
+    """The first token of a command, with an empty and with a filled cache of kernels."""
+    results = [
+        (r, AIMS[r["cache"]] if r["residency"] == "packed" else (None, None)) for r in document["results"]
+    ]
+    return render("running.cold_start", document, results)
 
 
 def rows_of(document: Document) -> list[Row]:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pages.layout import Document, is_measured, listed, load, measured, render, slower
+from packed_groups import group_figures
+
+from pages.layout import (
+    Document,
+    is_measured,
+    listed,
+    load,
+    measured,
+    render,
+    slower,
+    slower_results,
+)
 from pages.measurements import figures, parts
+from pages.running import serving
 from pages.ternary import RECOVERY_AIMS
 from pages.training import MEMORY_AIMS, SPEED_AIMS
 
@@ -21,6 +33,7 @@ def short() -> dict[str, str]:
         (("sweep-demo",), lambda document: rounded_result("demo", document)),
         (("recovery", "ternary-conversion-wikilm-26m"), recovery_result),
         (("delta",), delta_result), (("gpu_codec",), codec_speeds), (("generate",), running_speeds),
+        (("packed_linear",), matmul_speeds),
         (("bitnet",), bitnet_speed), (("attention",), attention_speed),
         (("linear_cross_entropy",), cross_entropy_speed), (("train_memory",), training_speed),
     )  # fmt: skip
@@ -40,11 +53,12 @@ def lines(*tables: tuple[Sequence[str], Callable[..., str]]) -> list[str]:
 def counts() -> str:
     """How many results of all tables miss their target or are slower than their baseline."""
     everything = figures()
-    return render("summary.counts", len(parts()), *map(everything.count, LATE))
+    return render("summary.counts", len(parts()), everything.count(LATE[0]), slower_results(everything))
 
 
 CARD_RESULTS = {
-    "gpu_codec": "decompression", "generate": "packed and ans models", "bitnet": "ternary models",
+    "gpu_codec": "decompression", "packed_linear": "packed matmuls", "generate": "packed and ans models",
+    "bitnet": "ternary models",
     "kv_attention": "the KV cache", "attention": "attention", "linear_cross_entropy": "cross-entropy",
     "train_memory": "training",
 }  # fmt: skip
@@ -87,7 +101,8 @@ def scheme(document: Document, name: str) -> Document:
 def memory_modes(document: Document) -> str:
     """Weights that stay compressed in GPU memory."""
     rows = document["sections"]["llama"]["results"]
-    return render("summary.in_memory", {(r["what"], r["by"]): r.get("ratio") for r in rows})
+    ratios = {(r["what"], r["by"]): r.get("ratio") for r in rows}
+    return render("summary.in_memory", ratios, serving(document))
 
 
 def ternary_mode(document: Document, conversion: Document) -> str:
@@ -164,7 +179,15 @@ def codec_speeds(document: Document) -> str:
 def running_speeds(document: Document) -> str:
     """A model of 8B shapes in both compressed formats: one text, many, their memory, and reading a prompt."""
     rows = document["sections"]["llama"]["results"]
-    return render("summary.running", {(r["what"], r["by"]): r for r in rows})
+    return render("summary.running", {(r["what"], r["by"]): r for r in rows}, serving(document))
+
+
+def matmul_speeds(document: Document) -> str:
+    """Products of many rows with packed weights that look trained: means, and the slowest shapes."""
+    figures = group_figures(document["sections"]["products"]["results"])
+    many = [one for one in figures if one.law == "trained-like" and one.group.rows[0] >= 128]
+    missed = any(not (one.least_met and one.mean_met) for one in many)
+    return render("summary.matmuls", many, missed)
 
 
 def bitnet_speed(document: Document) -> str:

@@ -92,8 +92,6 @@ def _compress_here(
         ranks.on_first(lambda: refuse_before_download(options.src, dst, options.overwrite))
     path = ranks.first_before_others(lambda: resolved(out, options.src))
     began = time.monotonic()
-    if options.attention is not None or options.goal is not None:
-        import_large()
     calibration, more = None, {}
     if options.attention is not None:
         assert text is not None
@@ -191,7 +189,6 @@ def _calibrate(out: Output, path: Path, options: CompressOptions, text: str) -> 
     from neuzip.compress.entry_checks import require_plain
     from neuzip.compress.overwrite_guard import refuse_existing
     from neuzip.compress.sources.folder import FolderSource
-    from neuzip.eval.attention import calibrate
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans.plan_file import refuse_other_files
 
@@ -201,7 +198,11 @@ def _calibrate(out: Output, path: Path, options: CompressOptions, text: str) -> 
     if not options.dry_run:
         refuse = refuse_other_files if options.goal is not None else refuse_existing
         refuse(options.dst, options.overwrite)
-    calibration = calibrate(path, read_text(text), options.attention, out.stage, device=options.device)
+    document = read_text(text)
+    import_large()
+    from neuzip.eval.attention import calibrate
+
+    calibration = calibrate(path, document, options.attention, out.stage, device=options.device)
     show_calibration(out, calibration)
     out.text()
     return calibration

@@ -99,9 +99,9 @@ An escape is one number of 32 bits:
 The escapes of row r are those from row_start[r] to row_start[r + 1], ascending by column. These starts take
 16 bits each if the tensor has fewer than 65,536 escapes, else 32.
 
-Products of many rows have no time to add anything: they turn the slots of escapes into the weights. For them
-escapes are listed once more, by tile and turn, in units of the slots: 2**shift times smaller. What differs
-are 7 bits of a high byte:
+Products of many rows (Hopper, 17 rows and more) have no time to add anything: they turn the slots of escapes
+into the weights. For them escapes are listed once more, by tile and turn, in units of the slots: 2**shift
+times smaller. What differs are 7 bits of a high byte:
 
     bits   holds
     0-6    the bits to turn
@@ -126,7 +126,7 @@ of 2 there would be neither, but a twelfth bit.
 | input                       | what happens                                                      |
 |-----------------------------|-------------------------------------------------------------------|
 | K not a multiple of 32      | slots without a weight are worth some number: x must be 0 there   |
-| K not a multiple of 128     | no lists by turn: products of many rows decode first              |
+| K not a multiple of 128     | no lists by turn: products of 65 and more rows decode first       |
 | rows not a multiple of 16   | words for the others too: one row takes as much as 16             |
 | zeros, denormals, inf, NaN  | escapes, unless the window reaches them; bit for bit as they were |
 | one NaN with a long payload | all low bits are held for all weights: bit for bit means NaNs too |

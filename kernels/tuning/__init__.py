@@ -36,7 +36,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from neuzip.kernels.device.properties import card_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -92,6 +91,8 @@ def launch_for(name: str, device: torch.device, **shape: Value) -> Mapping[str, 
     `shape` lacks.
     """
     import torch
+
+    from neuzip.kernels.device.properties import card_of
 
     operator, _, kernel = name.partition(".")
     device = card_of(device)

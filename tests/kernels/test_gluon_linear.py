@@ -375,7 +375,7 @@ def test_a_wrong_kernel_is_found_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ):
     on_a_cpu(monkeypatch, module=changed_kernel(changes, tmp_path))
-    plan = gluon_linear.Plan(tile=256, programs=3, blocks=4, cut=1, cutters=3)
+    plan = gluon_linear.TilePlan(tile=256, programs=3, blocks=4, cut=1, cutters=3)
     monkeypatch.setattr(gluon_linear, "plan", lambda *shape: plan)
     weights = weights_of(136, 640, device="cpu")
     weights[0, :16] = 4.0

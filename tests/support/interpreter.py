@@ -19,8 +19,9 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
+@functools.cache
 def quicken() -> None:
-    """Do all of it, once a process and before the first kernel."""
+    """Do all of it, before the first kernel; a second call (conftest.py is imported twice) does nothing."""
     look_up_names_once()
     replace_names_once()
     leave_out_checks_of_overflow()

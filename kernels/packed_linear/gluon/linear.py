@@ -33,7 +33,7 @@ SWIZZLED, PLAIN = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 
 """How x and y, and words, lie in shared memory."""
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How blocks of y are shared out to programs: whole ones, and parts of those that are cut."""
 
     tile: int
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(rows: int, out: int, turns: int, device: torch.device) -> Plan:
+def plan(rows: int, out: int, turns: int, device: torch.device) -> TilePlan:
     """The plan that probably takes least, for rows of x, rows of the weights, and turns of 128 columns.
 
     Whole blocks fill waves of programs. Blocks beyond these are cut into parts of the same turns, by times
@@ -67,7 +67,9 @@ def plan(rows: int, out: int, turns: int, device: torch.device) -> Plan:
             adding = time["cut"] + parts * time["part"] if q > 1 else 0.0
             programs = processors if waves else cutters
             cut = (rest, cutters) if q > 1 else (0, 0)
-            plans.append((waves * turns * time["turn"] + last + adding, Plan(tile, programs, blocks, *cut)))
+            plans.append(
+                (waves * turns * time["turn"] + last + adding, TilePlan(tile, programs, blocks, *cut))
+            )
     return min(plans)[1]
 
 
