@@ -168,11 +168,12 @@ KERNELS = (
         "2 to 64 rows of x, filled up to 16, 32 or 64: programs of a multiprocessor.",
     ),
     Kernel(
-        "many_rows", grid(x_stages=(4, 6), word_stages=(2, 4, 6), first_stages=(1, 2), registers=(240,)), "tile",
-        (16, 32, 64, 128, 256, 1024),
+        "many_rows",
+        grid(x_stages=(4, 6), word_stages=(2, 4, 6), first_stages=(1, 2), registers=(240,)),
+        "tile", (16, 32, 64, 128, 256, 1024),
         lambda case, packed: (by_planes(packed, 11), tile_of(case, packed)), by_gluon,
         "Many rows, on Hopper: blocks of 64 columns of x and turns of words in shared memory,\n"
-        "registers of a thread.",
+        "turns of words that are loaded before the first is used, registers of a thread.",
         forms=(BF16, FP16), hopper=True, by_shape=False,
     ),
     Kernel(

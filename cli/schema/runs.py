@@ -153,7 +153,8 @@ COMMANDS: Mapping[str, Keys] = {
         load_seconds         : number [s] - time to load the model
         seconds              : number [s] - time to generate
         first_token_seconds  : number [s] - time to the first token
-        tokens_per_second    : number or null [tokens/s] - speed after the first token
+        capture_seconds      : number [s] - time to capture the CUDA graph, after the first token
+        tokens_per_second    : number or null [tokens/s] - speed after the first token and the capture
         peak_bytes           : integer or null [bytes] - peak memory
         residency            : string - in-memory weight format
         activations          : Activations or null - how activations of ternary weights were quantised

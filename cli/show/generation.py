@@ -68,6 +68,7 @@ def generation_json(run: GenerationRun) -> dict[str, object]:
         "load_seconds": run.load_seconds,
         "seconds": generation.seconds,
         "first_token_seconds": generation.first_token_seconds,
+        "capture_seconds": generation.capture_seconds,
         "tokens_per_second": generation.tokens_per_second,
         "peak_bytes": run.peak,
         "residency": run.residency,

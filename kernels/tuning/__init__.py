@@ -21,7 +21,8 @@ else the oldest. The first launch on such a card gives an UntunedGpuWarning, onc
 interpreter gets the file of Hopper. `source` says which file it is. benchmarks/tune.py measures a card and
 writes its file; docs/contributing/tune-a-gpu.md says how.
 
-No launch parameter changes a result: tables are about speed only.
+Launch parameters decide speed. Some also decide in which order a product adds fp32 sums, and so its last
+bits. Lossless operations give the same bits with all of them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _warned: set[torch.device] = set()
 
 
 class UntunedGpuWarning(UserWarning):
-    """A GPU runs with the launches of another architecture: results are the same, speed may be lower."""
+    """A GPU runs with the launches of another architecture: results are as accurate, speed may be lower."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _untuned(operator: str, card: str, file: TuningSource) -> str:
     own, other = (f"{number // 10}.{number % 10}" for number in (file.card_architecture, file.architecture))
     return (
         f"{operator} has no launch parameters for {card} (compute capability {own}) and uses those for "
-        f"{other}; results are the same, but it may be slower; "
+        f"{other}; results are as accurate, but it may be slower; "
         "benchmarks/tune.py in neuzip's repository tunes a GPU"
     )
 

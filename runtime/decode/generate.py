@@ -52,6 +52,9 @@ NEUTRAL = {
 }
 """Values of others that ask for nothing, where that is neither 0 nor False."""
 
+ONE_TOKEN = "the text ended with its first token"
+"""Why steps were not captured that would have been captured after that token."""
+
 OWN_WAYS = ("generate", "_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """Methods of transformers' loop: a model that has its own is given that loop."""
 
@@ -128,7 +131,7 @@ def generate(
                     decoder, reason = None, error.reason
             if decoder is not None:
                 tokens, failure, capture = _decode(decoder, chosen, prompt, sampling, stream)
-                reason = reason if failure is None else failure
+                reason = ONE_TOKEN if decoder.waits else failure or reason
                 cache = None if kv_bits is None else (decoder.cache_bytes, decoder.attention)
             else:
                 tokens, cache = _by_transformers(model, prompt, sampling, kv_bits, stream)

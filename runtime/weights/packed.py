@@ -120,16 +120,24 @@ class PackedWeight(CompressedWeight):
         return F.linear(x, self._decode_all(), bias)
 
     def _own(self) -> PackedTensor:
-        """An expert's own matrix, for kernels. Far words and escapes of all stay together."""
+        """An expert's own matrix, for kernels. Far words and escapes of all stay together.
+
+        All products with an expert get one object, which has what its launches have in common.
+        """
+        if self._traced:
+            return self._expert_of(self.packed)
+        return self.packed.once(f"rows {self.first} to {self.first + self._rows}", self._expert_of)
+
+    def _expert_of(self, packed: PackedTensor) -> PackedTensor:
         end = self.first + self._rows
         tiles = slice(self.first // TILE_ROWS, -(-end // TILE_ROWS))
         return replace(
-            self.packed,
+            packed,
             shape=(self._rows, self.stored[-1]),
-            words=self.words[tiles],
-            far_index=self.far_index[tiles],
-            row_start=self.row_start[self.first : end + 1],
-            turn_index=self.turn_index[tiles],
+            words=packed.words[tiles],
+            far_index=packed.far_index[tiles],
+            row_start=packed.row_start[self.first : end + 1],
+            turn_index=packed.turn_index[tiles],
         )
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,18 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     assert (answer["graphed"], answer["not_graphed"]) == (False, "it is not on a GPU")
 
 
+def test_kernels_are_compiled_for_the_tokens_of_the_prompt(small: Path, neuzip, monkeypatch):
+    from neuzip.cli.commands import generate
+
+    counts: list[int] = []
+    monkeypatch.setattr(generate, "prefetch_kernels", lambda *arguments: counts.append(arguments[-1]))
+    prompt = "word " * 13  # by its bytes 16 tokens, and of these many are compiled for
+    answer = neuzip("generate", small, prompt, "--max-new-tokens", 1, "--device", "cpu", "--json").json
+    assert answer["prompt_tokens"] != 16
+    assert counts == [16, answer["prompt_tokens"]]
+    assert answer["capture_seconds"] == 0
+
+
 def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes | None) -> None:
     """Give stdin some bytes; None is a terminal, on which nobody types."""
     source = io.BytesIO(data or b"")

@@ -187,7 +187,7 @@ def test_an_unknown_card_is_mentioned_once(folder: Path, card: Callable[[int], t
     assert launches == [1, 2, 1]
     assert [str(one.message) for one in mentioned] == [
         "op has no launch parameters for NVIDIA GPU 100 (compute capability 10.0) and uses those for 9.0; "
-        "results are the same, but it may be slower; benchmarks/tune.py in neuzip's repository tunes a GPU"
+        "results are as accurate, but it may be slower; benchmarks/tune.py in neuzip's repository tunes a GPU"
     ]
     with pytest.warns(tuning.UntunedGpuWarning, match="NVIDIA GPU 89 .compute capability 8.9."):
         tuning.launch_for("op.k", card(89))  # another card is mentioned, too

@@ -24,7 +24,8 @@ from transformers import (
 from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.runtime.decode.generate import Generation, _decode, generate, not_static
+from neuzip.runtime.decode import generate as generate_module
+from neuzip.runtime.decode.generate import ONE_TOKEN, Generation, _decode, generate, not_static
 from neuzip.runtime.decode.greedy import SINGLE_EXPERTS, GreedyDecoder, NotGraphable
 from neuzip.runtime.decode.prompt import Prompt, prepare
 from neuzip.runtime.decode.sampling import Sampling, draw
@@ -339,6 +340,16 @@ def test_a_capture_that_fails_costs_no_token(monkeypatch: pytest.MonkeyPatch, de
     tokens, reason, seconds = _decode(decoder, decoder.prefill(ids), prompt, Sampling(), stream)
     assert (tokens, reason, len(said)) == (expected, "made up", 8)
     assert seconds > 0 and not decoder.graphed
+
+
+def test_a_text_of_one_token_says_why_there_is_no_graph(monkeypatch: pytest.MonkeyPatch):
+    model, ids = MODELS["llama"]().eval(), torch.tensor([[0, 1, 2]])
+    decoder = GreedyDecoder(model, 1, 4, graph=False)
+    decoder._waits = True
+    monkeypatch.setattr(generate_module, "_decoder", lambda *_: (decoder, None))
+    made = generate(model, Prompt("a", ids, words(), 1))
+    assert (len(made.tokens), made.graphed, made.not_graphed) == (1, False, ONE_TOKEN)
+    assert made.capture_seconds == 0
 
 
 @pytest.mark.gpu

@@ -182,6 +182,13 @@ def test_the_kernel_takes_an_expert_out_of_all(out: int, number: int) -> None:
     assert ((y - wide @ matrix.t()).abs() <= wide.abs() @ matrix.t().abs() * 2**-8).all()
 
 
+def test_products_with_an_expert_share_their_launches() -> None:
+    weight = PackedWeight.of(random(3, 32, 128))
+    assert weight[1]._own() is weight[1]._own()
+    assert weight[1]._own() is not weight[2]._own()
+    assert same_bits(packed_ops.decode(weight[2]._own()), weight[2].dense())
+
+
 @pytest.mark.parametrize("kind", ["packed", "exact"])
 def test_an_expert_has_no_rows_of_its_neighbours(kind: str) -> None:
     dense = random(3, 8, 64)

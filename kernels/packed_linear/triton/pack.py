@@ -470,14 +470,12 @@ def _decode_kernel(
 
     tl.debug_barrier()  # an escape's slot is another thread's
     dense = dense_ptr.to(tl.pointer_type(tl.int16), bitcast=True) if WHOLE else dense_ptr
-    _patch(
-        row_start_ptr, escapes_ptr, own_row, own_valid, dense + own_dense_row * columns, 32 * first,
-        32 * WORDS, ROWS,
-    )  # fmt: skip
+    target = dense + own_dense_row * columns
+    _patch(row_start_ptr, escapes_ptr, own_row, own_valid, target, 32 * first, 32 * WORDS)
 
 
 @triton.jit
-def _patch(row_start_ptr, escapes_ptr, row, valid, target, first, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def _patch(row_start_ptr, escapes_ptr, row, valid, target, first, COLUMNS: tl.constexpr):
     """Write the escapes of rows, from column `first` on, to the dense rows at `target`."""
     AT_ONCE: tl.constexpr = 32
     begin = as_start(tl.load(row_start_ptr + row, mask=valid, other=0))
