@@ -293,7 +293,7 @@ def test_a_live_model_has_to_be_where_its_residency_can():
 def test_compressed_on_a_gpu(kind: str, residency: str):
     model, expected = made(kind, "cuda"), made(kind, "cuda")
     report = compress_parameters(model, residency)
-    assert (report.ans.weights > 0) == (residency == "ans")
+    assert (report.of("ans").weights > 0) == (residency == "ans")
     assert report.total.stored_bytes < 0.8 * report.total.dense_bytes
     assert_same_weights(model, expected)
     assert_same_results(model, expected, exact=residency == "ans")
