@@ -200,6 +200,19 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, programs: int = 1, module: ModuleT
     return kernel
 
 
+def test_sums_are_fp32_whatever_the_default_dtype_is():
+    """Loaders of models change the default dtype while a first product may run: it would be kept."""
+    gluon_linear._nothing.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        parts, _ = gluon_linear._nothing(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+        gluon_linear._nothing.cache_clear()
+    assert parts.dtype == torch.float32
+
+
 @pytest.mark.parametrize("rows", [1, 64, 130, 512, 2048])
 @pytest.mark.parametrize(("out", "turns"), [(8, 1), (2560, 20), (5120, 40), (14336, 32), (18944, 28)])
 @pytest.mark.parametrize("processors", [1, 7, 114, 132])

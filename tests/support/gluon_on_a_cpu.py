@@ -1,6 +1,6 @@
 """A Gluon kernel on a CPU: its own functions, with torch in the place of the GPU. Gluon has no interpreter.
 
-    kernel = OnACpu(gluon_linear._many_rows)   # launched as the kernel is
+    kernel = OnACpu(multiply.many_rows)   # launched as the kernel is
     kernel[(programs,)](x, y, ..., num_warps=4)
 
 Each function of `gl.warp_specialize` has a Python thread. One of them runs at a time, until it has to wait or

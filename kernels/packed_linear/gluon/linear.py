@@ -115,7 +115,8 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 @functools.cache
 def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts and counters of a launch that cuts no block."""
-    return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    parts = torch.empty(0, dtype=torch.float32, device=device)  # whatever torch's default dtype is
+    return parts, torch.empty(0, dtype=torch.int32, device=device)
 
 
 @functools.cache
