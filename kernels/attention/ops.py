@@ -81,7 +81,7 @@ def _sage_attention_packed(q, k, v, q_starts, k_starts, longest_q, longest_k, *n
             q, k, v, q_starts, k_starts, longest_q, longest_k, options, return_lse
         )
     out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(q.shape[1], q.shape[0])
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
     q_edges, k_edges = q_starts.tolist(), k_starts.tolist()
     for i in range(len(q_edges) - 1):
         mine, its = slice(q_edges[i], q_edges[i + 1]), slice(k_edges[i], k_edges[i + 1])

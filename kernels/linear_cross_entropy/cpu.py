@@ -77,7 +77,7 @@ class _Stream:
     def __init__(self, head: Head, target: Tensor, ignore_index: int) -> None:
         n = head.tokens
         self.head, self.counted = head, target != ignore_index
-        self.hidden = torch.empty(n, head.hidden.shape[1]).copy_(head.hidden)
+        self.hidden = torch.empty(n, head.hidden.shape[1], dtype=torch.float32).copy_(head.hidden)
         self.bias = None if head.bias is None else head.bias.float()
         self.target = torch.where(self.counted, target, 0).long()
         _check_range(self.target, head.vocabulary)
@@ -87,7 +87,7 @@ class _Stream:
         self.total, self.weighted = torch.zeros(2, n, dtype=torch.float64)
         self.rank = torch.zeros(n, dtype=torch.int64)
         self.argmax = torch.full((n,), -1)
-        self._z, self._e = torch.empty(2, min(n, ROWS) * min(head.vocabulary, COLUMNS))
+        self._z, self._e = torch.empty(2, min(n, ROWS) * min(head.vocabulary, COLUMNS), dtype=torch.float32)
 
     def logits(self, rows: slice, start: int, weight: Tensor) -> Tensor:
         """Those of some tokens and of the vocabulary from `start` on; the next call uses their memory."""
@@ -134,7 +134,7 @@ class _Stream:
 
     def _target_products(self) -> Tensor:
         """hidden * weight[target], summed: other last bits than a block's, but enough to count the larger."""
-        weight, products = self.head.weight, torch.empty(self.head.tokens)
+        weight, products = self.head.weight, torch.empty(self.head.tokens, dtype=torch.float32)
         for rows in _slices(self.head.tokens, ROWS):
             ids = self.target[rows]
             chosen = packed_linear.rows(weight, ids) if isinstance(weight, PackedTensor) else weight[ids]
@@ -237,7 +237,7 @@ class _Top:
 def _weights(head: Head) -> Iterator[tuple[int, Tensor]]:
     """Rows of the weights in fp32, `COLUMNS` at a time in the same memory, with the first one's number."""
     weight, (v, d) = head.weight, head.weight.shape
-    buffer = torch.empty(min(v, COLUMNS), d)
+    buffer = torch.empty(min(v, COLUMNS), d, dtype=torch.float32)
     for rows in _slices(v, COLUMNS):
         part = packed_linear.decode(weight, rows) if isinstance(weight, PackedTensor) else weight[rows]
         yield rows.start, buffer[: part.shape[0]].copy_(part)

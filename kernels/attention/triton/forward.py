@@ -86,7 +86,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: boo
     """Attention of q [B, Hq, N, D] over k, v [B, Hkv, N, D]: output, and log-sum-exp, empty if not wanted."""
     (batch, heads, queries, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     out = empty_like_queries(q, _stored(q.dtype))
-    lse = torch.empty((batch, heads, queries) if return_lse else 0, device=q.device)
+    lse = torch.empty((batch, heads, queries) if return_lse else 0, device=q.device, dtype=torch.float32)
     layout = AttentionLayout(batch, heads, kv_heads, queries, keys)
     if not q.numel() or not keys:
         return out.zero_().to(q.dtype), lse.fill_(float("-inf"))
@@ -110,7 +110,7 @@ def attention_packed(
     (tokens, heads, _), (keys, kv_heads) = q.shape, k.shape[:2]
     longest_q, longest_k = min(longest_q, tokens), min(longest_k, keys)
     out = torch.empty(q.shape, dtype=_stored(q.dtype), device=q.device)
-    lse = torch.empty((heads, tokens) if return_lse else 0, device=q.device)
+    lse = torch.empty((heads, tokens) if return_lse else 0, device=q.device, dtype=torch.float32)
     sequences = q_starts.shape[0] - 1
     if not sequences or not longest_q or not longest_k:
         return out.zero_().to(q.dtype), lse.fill_(float("-inf"))

@@ -77,15 +77,20 @@ def _quantize(
         shares if starts is None else k.shape[0] // SHARE + sequences
     )  # shares that a head has memory for, counted as blocks are
     parts = torch.empty(
-        heads if starts is not None else sequences * heads, slots, kinds, width, device=device
+        heads if starts is not None else sequences * heads,
+        slots,
+        kinds,
+        width,
+        device=device,
+        dtype=torch.float32,
     )
     quantized = Quantized(
         torch.empty(*outer, capacity, width, dtype=torch.int8, device=device),
-        torch.empty(*outer, capacity // BLOCK, GROUPS, device=device),
-        torch.empty(sequences, heads, width, device=device),
+        torch.empty(*outer, capacity // BLOCK, GROUPS, device=device, dtype=torch.float32),
+        torch.empty(sequences, heads, width, device=device, dtype=torch.float32),
         torch.empty(*outer, width, capacity, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(sequences, heads, width, device=device),
-        torch.empty(sequences, heads, width, device=device) if smooth_v else None,
+        torch.empty(sequences, heads, width, device=device, dtype=torch.float32),
+        torch.empty(sequences, heads, width, device=device, dtype=torch.float32) if smooth_v else None,
     )
     columns = triton.next_power_of_2(width)
     common = {"D": width, "COLUMNS": columns, "SMOOTH_V": smooth_v}

@@ -189,7 +189,9 @@ class _Work:
         self.order, self.size, self.down = vocabulary.order, vocabulary.size, tiles(hidden.shape[0], 1)[1]
         self.softcap, self.scale, self.unit = softcap, scale, tokens.unit * scale
         self.slots = torch.empty(slots * ROWS, COLUMNS, dtype=dtype, device=device)
-        self.column_sums = torch.empty(slots if out.bias is not None else 0, COLUMNS, device=device)
+        self.column_sums = torch.empty(
+            slots if out.bias is not None else 0, COLUMNS, device=device, dtype=torch.float32
+        )
         halves = dtype != torch.float32 and rounds.rounds > 1 and out.hidden is not None
         self.lower = torch.empty(hidden.shape if halves else 0, dtype=torch.int16, device=device)
 

@@ -107,7 +107,7 @@ def _sweep(
     tiles = triton.cdiv(base.vocabulary, config.columns)
     for head in (base, other):
         tiles = tiles_at_once(tiles, fitting, head, config.columns, workspace)
-    parts = torch.empty(KINDS, tiles, base.tokens, device=target.device)
+    parts = torch.empty(KINDS, tiles, base.tokens, device=target.device, dtype=torch.float32)
     pairs = zip(
         chunks(base, tiles * config.columns), chunks(other, tiles * config.columns), strict=True
     )  # fmt: skip
@@ -218,7 +218,7 @@ class _Top:
         tile_of_run = torch.searchsorted(run_end, run, right=True)
         known = tile_of_run.clamp(max=self.tiles - 1)
         first = pair_end[known] - per_tile[known] + (run - run_end[known] + runs[known]) * TOGETHER
-        z = torch.empty(*tiles.shape, config.columns, device=tiles.device)
+        z = torch.empty(*tiles.shape, config.columns, device=tiles.device, dtype=torch.float32)
         hidden = multipliable(head.hidden[rows])
         step = self._chunk()
         for start, weight in chunks(head, step * config.columns):

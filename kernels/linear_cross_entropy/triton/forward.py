@@ -107,7 +107,7 @@ def _run(
     tiles = triton.cdiv(head.vocabulary, config.columns)
     capacity = workspace - 12 * tokens  # what is known after a chunk
     at_once = tiles_at_once(tiles, capacity // (4 * kinds * tokens), head, config.columns, workspace)
-    parts = torch.empty(kinds, at_once, tokens, device=device)
+    parts = torch.empty(kinds, at_once, tokens, device=device, dtype=torch.float32)
     counts = parts[-1].view(torch.int32)
     for start, weight in chunks(head, at_once * config.columns):
         columns = weight.shape[0]
@@ -150,14 +150,16 @@ class TokenState:
     def empty(cls, tokens: int, device: torch.device, extras: bool) -> TokenState:
         """Memory for it, which the first chunk writes. Without extras there are only three of them."""
         some = tokens if extras else 0
-        numbers = [torch.empty(n, device=device) for n in (tokens, tokens, some, tokens, some)]
+        numbers = [
+            torch.empty(n, device=device, dtype=torch.float32) for n in (tokens, tokens, some, tokens, some)
+        ]
         places = [torch.empty(some, dtype=torch.int64, device=device) for _ in range(2)]
         return cls(*numbers, *places)
 
 
 def target_logits(head: Head, target: Tensor, ignore_index: int) -> Tensor:
     """The logits of the targets, fp32 [N]; NaN for those that are ignored or outside the vocabulary."""
-    out = torch.empty(head.tokens, device=head.hidden.device)
+    out = torch.empty(head.tokens, device=head.hidden.device, dtype=torch.float32)
     hidden, weight, d = head.hidden, head.weight, head.hidden.shape[1]
     # The same steps as without descriptors: see `multiplied`.
     depth = statistics_launch(hidden.dtype, head.tokens, False, False, hidden.device).step
