@@ -49,10 +49,9 @@ def count_use(
     seen = [counter.use() for counter in counters if counter.calls]
     if not seen:
         raise NeuzipError(
-            f"{model.config.name_or_path}: how {type(model).__name__} calls its experts does not show which of"
-            " them are chosen",
-            "experts are counted where they are called with an index of [tokens, experts per token], or where"
-            " each is a module of its own",
+            f"{model.config.name_or_path}: {type(model).__name__} does not tell its experts which of them are"
+            " chosen, so they cannot be counted",
+            "its experts would have to be called with an index of [tokens, experts per token]",
         )
     return tuple(seen)
 

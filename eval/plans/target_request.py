@@ -134,9 +134,8 @@ def prepare_search(
 
 def _given_use(given: str | os.PathLike[str]) -> GivenUse:
     """The use of experts that a file says, or the word that was given in place of one. Raises NeuzipError."""
-    if given == "auto" or given == "none":
-        return given
-    return read_use(Path(given))
+    words: dict[object, GivenUse] = {"auto": "auto", "none": "none"}
+    return words[given] if given in words else read_use(Path(given))
 
 
 def _require_experts(source: FolderSource, use: ExpertUse, file: str | os.PathLike[str]) -> None:
