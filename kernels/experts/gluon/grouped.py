@@ -19,9 +19,11 @@ from neuzip.kernels.packed_linear.gluon.linear import (
     GROUP_ROWS,
     GROUPS,
     boxes,
-    can_multiply as can_multiply_whole,
     nothing,
     prepared_launch,
+)
+from neuzip.kernels.packed_linear.gluon.linear import (
+    can_multiply as can_multiply_whole,
 )
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.tuning import launch_for
@@ -90,7 +92,7 @@ def _multiply(
 def _prepared(
     tile: int, experts: int, gated: bool, split: int, fresh: bool, packed: PackedTensor
 ) -> PreparedLaunch:
-    """Launches with the weights of experts: rows, y, bias, parts, counters, tiles and count come with each."""
+    """Launches with weights of experts: rows, y, bias, parts, counters, tiles and count come with each."""
     out = packed.shape[0] // experts
     columns = GROUP_ROWS if gated else GROUPS * GROUP_ROWS
     blocks = -(-(out // 2 if gated else out) // columns)

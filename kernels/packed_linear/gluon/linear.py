@@ -141,8 +141,8 @@ def prepared_launch(
 ) -> PreparedLaunch:
     """Launches of `many_rows` with a weight. x, y, bias, parts and counters come with each launch.
 
-    `sharing` is blocks, cut and cutters; `grouping` is table, used, expert_tiles, tile_blocks and split. The other
-    arguments are those of the kernel.
+    `sharing` is blocks, cut and cutters; `grouping` is table, used, expert_tiles, tile_blocks and split. The
+    other arguments are those of the kernel.
     """
     tiles, planes, lanes = packed.words.shape[:3]
     first, other = planes_of_halves(packed.layout)

@@ -83,7 +83,7 @@ def _segment(number, share, sharing):
 
 @gluon.jit
 def _place(block, blocks, grouping, ROWS: gl.constexpr, GATED: gl.constexpr):
-    """Where a block is: its first tile of the weights, its first column of y, and its first row of x and y."""
+    """Where a block is: its first tile of the weights, its first column of y, its first row of x and y."""
     rounds, table, expert_tiles, tile_blocks = grouping
     COLUMNS: gl.constexpr = 64 if GATED else 128
     if table is None:
@@ -103,7 +103,7 @@ def _place(block, blocks, grouping, ROWS: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def _first_tile(tile, grouping, GROUP: gl.constexpr, GATED: gl.constexpr):
-    """The first tile of a group, whose rows of the weights follow those of the other, or are as many later."""
+    """The first tile of a group: behind those of the other, or gates behind none and ups behind all gates."""
     if GATED:
         return tile + GROUP * (grouping[2] // 2)
     else:
@@ -407,7 +407,8 @@ def many_rows(
     cutters, turns, rounds, tiles, N, table, used, expert_tiles, tile_blocks, split,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
-    FIRST_STAGES: gl.constexpr, REGISTERS: gl.constexpr, GATED: gl.constexpr, FRESH: gl.constexpr, USE_PDL: gl.constexpr,
+    FIRST_STAGES: gl.constexpr, REGISTERS: gl.constexpr, GATED: gl.constexpr, FRESH: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """y = x @ weights.T + bias in blocks of ROWS rows and 128 columns of y.
 
