@@ -19,7 +19,7 @@ from torch import Tensor
 from neuzip.kernels.device.properties import is_hopper
 from neuzip.kernels.experts import routing as plain
 from neuzip.kernels.experts.gate import Gate, gated
-from neuzip.kernels.experts.routing import EXPERT, TILES, USED, Routing, most_tiles, runs
+from neuzip.kernels.experts.routing import EXPERT, USED, Routing, most_tiles, runs
 from neuzip.kernels.packed_linear.ops import decode, needs_operator
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 from neuzip.kernels.tuning import launch_for
@@ -33,11 +33,11 @@ def tile_rows(pairs: int, experts: int, device: torch.device, general: bool = Fa
 
     `general`: for the kernels that any GPU runs, where Hopper's do not take the weights.
     """
-    rows = TILES[0]
-    for rows, mean in _tile_bounds(device, general):
+    bounds: tuple[tuple[int, float], ...] = _tile_bounds(device, general)
+    for rows, mean in bounds:
         if pairs <= mean * experts:
-            break
-    return rows
+            return rows
+    return bounds[-1][0]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
