@@ -218,7 +218,8 @@ def _records(weights, tile, q, tiles, turns):
 def _first_loads(weights, records, far_records, begin, stop, bit, lane):
     """Far words and escapes of the first two turns of a segment, and the records of the third."""
     _, far, _, escapes = weights
-    second, third = gl.minimum(begin + 1, stop - 1), gl.minimum(begin + 2, stop - 1)
+    last = gl.maximum(stop - 1, begin)  # a program may have no segment
+    second, third = gl.minimum(begin + 1, last), gl.minimum(begin + 2, last)
     fars = load_far(far, gl.load(far_records + 2 * begin), bit)
     escape, others = load_escape(escapes, gl.load(records + begin), lane)
     next_fars = load_far(far, gl.load(far_records + 2 * second), bit)
