@@ -306,10 +306,8 @@ def _multiply(
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """64 rows of the weights of every block of a program."""
-    P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    xs, words, outs, x_there, x_free, words_there, words_free, started, up_there, up_free = shared
-    far, escapes = weights[1], weights[3]
+    outs, up_there, up_free = shared[2], shared[8], shared[9]
     turns = sharing[5]
     t = gl.arange(0, 128, layout=THREADS)
     lane, warp = t % 32, t // 32
