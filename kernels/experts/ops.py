@@ -229,7 +229,7 @@ def _multiplies_by_gluon(packed: PackedTensor, experts: int) -> bool:
 @functools.cache
 def _gluon() -> Any:
     """The products on Hopper, which only a machine with Triton can import."""
-    from neuzip.kernels.experts.gluon import grouped  # type: ignore[import-not-found]
+    from neuzip.kernels.experts.gluon import grouped
 
     return grouped
 
