@@ -28,9 +28,9 @@ from neuzip.runtime.hf.attention_choice import AttentionChoice, choose
 from neuzip.runtime.hf.attention_config import LAYERS_ENTRY
 from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
-from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.residency import memory, require_places
 from neuzip.runtime.hf.ternary_layers import activations_in_use
 

@@ -1,14 +1,15 @@
 """Mixtures of experts with compressed weights: the experts implementation "neuzip" of transformers 5.
 
-transformers calls it with the ids and the weights of the experts of each token, where a config names it. Which
-code runs depends on the two parameters of a module, [experts, out, in]:
+transformers calls it with the ids and the weights of the experts of each token where a config names it. The
+class of a module's two parameters [experts, out, in] decides what runs:
 
-| parameters              | what runs                                                                          |
-|-------------------------|------------------------------------------------------------------------------------|
-| both are PackedWeights  | `kernels.experts`: only experts in use are read, and the host waits for nothing    |
-| one is an AnsWeight     | the module's own code, expert by expert: the host asks which of them are in use    |
-| any other, as both      | transformers' `grouped_mm`; a packed one beside a dense one, or an exact one, is   |
-| dense                   | decoded as a whole before                                                          |
+    two PackedWeights               `kernels.experts`: experts in use are read, and the host waits for nothing
+    an AnsWeight among them         the module's own code, one by one: the host asks which are in use
+    two dense ones                  `grouped_mm` of transformers
+    a packed and a dense one, or    `grouped_mm`, for which the packed one is decoded as a whole
+    an `exact` one
+
+A parameter is dense that is too small to be packed, or would hardly become smaller.
 
 Models whose experts are modules of their own, and not one parameter, have no such interface. Their linear
 layers are compressed, and their own code chooses among them.
@@ -61,7 +62,7 @@ def prefer_ours(config: PreTrainedConfig) -> None:
 
 
 def release_others(model: nn.Module) -> None:
-    """Leave the parts of a model that have no compressed experts to the implementation of transformers' choice.
+    """Let transformers choose the implementation for the parts of a model that have no compressed experts.
 
     A config that names ours would stop a process without neuzip to which it is sent.
     """
@@ -84,7 +85,7 @@ def has_single_experts(model: nn.Module, residency: str | None = None) -> bool:
 
 
 def _is_single(module: nn.Module) -> bool:
-    implementation = getattr(module.config, CHOICE, None)
+    implementation = getattr(getattr(module, "config", None), CHOICE, None)
     single = any(isinstance(weight, AnsWeight) for weight in _compressed_parameters(module))
     return implementation == "eager" or (implementation == IMPLEMENTATION and single)
 
@@ -93,9 +94,7 @@ def _compressed_parameters(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters(recurse=False) if p.dim() == 3 and is_compressed(p)]
 
 
-def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts of a module of transformers: hidden_states [tokens, hidden] to [tokens, hidden].
 
     top_k_index    int64 or int32 [tokens, k]; ids that are no expert of this process add nothing
@@ -105,7 +104,7 @@ def experts_forward(
     second = self.down_proj
     if _is_grouped(first, self) and _is_grouped(second, self):
         return _packed_experts(self, hidden_states, top_k_index, top_k_weights, first, second)
-    if isinstance(first, AnsWeight) or isinstance(second, AnsWeight):
+    if isinstance(first, AnsWeight) or isinstance(second, AnsWeight):  # where a pool of decoded experts goes
         own: Callable[..., Tensor] = type(self).forward.__wrapped__
         return own(self, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -131,7 +130,7 @@ def _packed_experts(
 
 
 def _is_grouped(weight: Tensor, module: nn.Module) -> TypeGuard[PackedWeight]:
-    """Whether the kernels take a parameter: all rows of a packed matrix, [experts, out, in] as it is stored."""
+    """Whether the kernels take a parameter: a whole packed matrix, stored as [experts, out, in]."""
     return (
         isinstance(weight, PackedWeight)
         and len(weight.stored) == 3
@@ -147,7 +146,7 @@ def _has_gate(module: nn.Module) -> bool:
 
 
 def _activation(module: Any, dtype: torch.dtype) -> Gate | Callable[[Tensor], Tensor]:
-    """What is between the two products of a module: a Gate that gives the bits of its own code, or that code."""
+    """What is between the two products: a Gate that gives the bits of the module's own code, or that code."""
     if not _has_gate(module):
         return module.act_fn  # type: ignore[no-any-return]
     gate = _gate_of(module, dtype)
@@ -159,7 +158,9 @@ def _gate_of(module: nn.Module, dtype: torch.dtype) -> Gate | None:
     """The Gate of a module, found once for each; None for an activation that is of none of them."""
     gates = _own_gates.setdefault(module, {})
     if dtype not in gates:
-        gates[dtype] = next((gate for gate in _candidates(module) if _gives_its_bits(module, gate, dtype)), None)
+        gates[dtype] = next(
+            (gate for gate in _candidates(module) if _gives_its_bits(module, gate, dtype)), None
+        )
     return gates[dtype]
 
 

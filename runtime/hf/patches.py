@@ -148,7 +148,7 @@ def _experts(*arguments: Any, **options: Any) -> Any:
 
 
 def _with_our_experts(check: Any) -> Any:
-    """What looks whether there is an implementation of experts: early versions of 5 have a list of their own."""
+    """What looks whether an implementation of experts exists: early versions of 5 have a list for that."""
 
     @wraps(check)
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
