@@ -224,7 +224,7 @@ class Program:
             inline_asm_elementwise=inline_asm_elementwise, load=load, store=store, static_range=range,
             arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32).as_subclass(Values),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Values),
-            zeros_like=torch.zeros_like, where=where, minimum=minimum, maximum=max, exp=torch.exp,
+            zeros_like=torch.zeros_like, where=where, minimum=minimum, maximum=maximum, exp=torch.exp,
             join=lambda a, b: torch.stack([a, b], -1), split=lambda pairs: pairs.unbind(-1),
             reshape=torch.reshape, permute=torch.permute, expand_dims=torch.unsqueeze,
             broadcast=torch.broadcast_tensors,
@@ -377,6 +377,10 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 def minimum(a: Any, b: int) -> Any:
     return a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b)
+
+
+def maximum(a: Any, b: int) -> Any:
+    return a.clamp(min=b) if isinstance(a, torch.Tensor) else max(a, b)
 
 
 class OnACpu:

@@ -93,7 +93,7 @@ def _place(block, blocks, grouping, ROWS: gl.constexpr, GATED: gl.constexpr):
     else:
         entry = table + 4 * (gl.maximum(gl.minimum(block, blocks - 1), 0) // tile_blocks)
         first = gl.load(entry + 1)
-        expert_rounds = gl.load(entry + 2)
+        expert_rounds = gl.maximum(gl.load(entry + 2), 1)  # no tile may be in use
         own = block - first * tile_blocks
         n = own // expert_rounds
         m = first + own % expert_rounds
@@ -208,9 +208,9 @@ def _write_gated(sums, y, outs, up_there, up_free, number, row, column, GROUP: g
 
 @gluon.jit
 def _records(weights, tile, q, tiles, turns):
-    """Where the records of escapes and those of far words of a tile are; beyond the last tile that one's."""
+    """Where the records of escapes and those of far words of a tile are; of the nearest that there is."""
     far_index, _, turn_index, _ = weights
-    tile = gl.minimum(tile, tiles - 1).to(gl.int64)
+    tile = gl.maximum(gl.minimum(tile, tiles - 1), 0).to(gl.int64)
     return turn_index + tile * turns, far_index + tile * (2 * turns) + q // 2
 
 
@@ -218,7 +218,8 @@ def _records(weights, tile, q, tiles, turns):
 def _first_loads(weights, records, far_records, begin, stop, bit, lane):
     """Far words and escapes of the first two turns of a segment, and the records of the third."""
     _, far, _, escapes = weights
-    second, third = gl.minimum(begin + 1, stop - 1), gl.minimum(begin + 2, stop - 1)
+    last = gl.maximum(stop - 1, begin)  # a program may have no segment
+    second, third = gl.minimum(begin + 1, last), gl.minimum(begin + 2, last)
     fars = load_far(far, gl.load(far_records + 2 * begin), bit)
     escape, others = load_escape(escapes, gl.load(records + begin), lane)
     next_fars = load_far(far, gl.load(far_records + 2 * second), bit)
