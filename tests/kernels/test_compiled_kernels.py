@@ -141,8 +141,8 @@ print(json.dumps(shared))
 
 DECODERS = """
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.coded import CodedPart
-from neuzip.kernels.rans.triton.decode import decode_parts
+from neuzip.kernels.rans.coded import ChosenLaunch, CodedPart
+from neuzip.kernels.rans.triton.decode import decode_chosen, decode_parts
 
 row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
 for kind, calls in (
@@ -152,6 +152,20 @@ for kind, calls in (
 ):
     for parts, blocks in calls:
         decode_parts([CodedPart(kind, row, blocks, True)] * parts, [out] * parts)
+rows, places, programs = (torch.zeros(shape, dtype=torch.int64) for shape in ((1, 1, 2), 1, (1, 2)))
+chosen = ChosenLaunch((FORMATS["BF16"], 7, 2, 0), False, 8, out, rows, places, programs.int())
+decode_chosen([chosen], torch.zeros(1, dtype=torch.int32), 0, out, 16)
+print(json.dumps(shared))
+"""
+
+POOL = """
+from neuzip.kernels.expert_pool.ops import pool_linear, slot_lists
+
+tiles, count = torch.zeros(2, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+_, slots = slot_lists(tiles, count, 2)
+for tile, width, dtype, bias in ((16, 768, torch.bfloat16, None), (128, 96, torch.float16, torch.zeros(2, 64))):
+    pool = torch.zeros(2, 64, width, dtype=dtype)
+    pool_linear(torch.zeros(2 * tile, width, dtype=dtype), pool, tiles, count, slots, bias=bias)
 print(json.dumps(shared))
 """
 
@@ -159,8 +173,8 @@ print(json.dumps(shared))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 1)],
-    ids=["linear heads", "attention", "keys and values", "steps", "decoders"],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (POOL, 2)],
+    ids=["linear heads", "attention", "keys and values", "steps", "decoders", "experts in a pool"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path, kernel_cache: Path):
     shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path, kernel_cache))
