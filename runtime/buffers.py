@@ -113,7 +113,7 @@ def use(unit: DecodeUnit, product: Callable[[torch.Tensor], T], *, ahead: bool =
 
 
 def lend(unit: PoolUnit, nbytes: int, product: Callable[[torch.Tensor], T]) -> T:
-    """What `product` makes with so many bytes of a device's memory, uint8, for weights that it decodes itself.
+    """What `product` makes with so many bytes of memory, uint8, to which it decodes weights of a unit itself.
 
     The memory is another's as soon as it returns. Nothing else is decoded there meanwhile, so that `product`
     must not use weights that are.

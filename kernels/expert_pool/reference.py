@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from neuzip.kernels.experts.routing import Routing, runs
 
-def slot_lists(tiles: torch.Tensor, count: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+
+def slot_lists(routing: Routing, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts in use, -1 behind them, int32 [slots]; and the slot of each tile, -1 if it is not in use."""
-    used = int(count)
+    tiles, used = routing.tiles, int(routing.count)
     experts = list(dict.fromkeys(tiles[:used, 0].tolist()))
     chosen = torch.full((slots,), -1, dtype=torch.int32)
     chosen[: len(experts)] = torch.tensor(experts, dtype=torch.int32)
@@ -18,17 +20,14 @@ def slot_lists(tiles: torch.Tensor, count: torch.Tensor, slots: int) -> tuple[to
 
 
 def pool_linear(
-    rows: torch.Tensor, weights: torch.Tensor, tiles: torch.Tensor, count: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    rows: torch.Tensor, weights: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """rows @ weights[expert].T + bias[expert] in fp64; NaN in rows that no tile uses.
 
     weights: dense, [experts, out, in].
     """
-    tile = rows.shape[0] // tiles.shape[0]
     y = torch.full((rows.shape[0], weights.shape[1]), float("nan"), dtype=torch.float64, device=rows.device)
-    for number, (expert, _, _, used) in enumerate(tiles[: int(count)].tolist()):
-        own = slice(number * tile, number * tile + used)
+    for expert, own in runs(routing):
         y[own] = rows[own].double() @ weights[expert].double().T
         if bias is not None:
             y[own] += bias[expert].double()

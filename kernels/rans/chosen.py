@@ -58,7 +58,7 @@ class CodedItems:
 
 
 def can_choose(matrices: Sequence[Sequence[Sequence[ChunkOf]]]) -> bool:
-    """Whether `coded_items` takes these: each part begins at a multiple of 16 bytes in its matrix and block."""
+    """Whether `coded_items` takes these: parts begin at multiples of 16 bytes in their tensors."""
     return all(
         edge * tensor.layout.format.bits // 8 % ALIGNMENT == 0
         for items in matrices
@@ -121,9 +121,7 @@ def _launches(parts: Sequence[Sequence[ChunkOf]], places: Sequence[int]) -> list
     for (kind, ragged), table in blocks.items():
         most = [max(counts) for counts in table]
         warps = 1 if ragged else warps_of(kind, sum(most), base.device)
-        programs = [
-            (part, number) for part, count in enumerate(most) for number in range(-(-count // warps))
-        ]
+        programs = [(part, number) for part, count in enumerate(most) for number in range(-(-count // warps))]
         rows = [
             [
                 _row(tensor, number, base) if count else (0, 0)

@@ -101,7 +101,7 @@ class CodedPart:
 
 @dataclass(frozen=True)
 class ChosenLaunch:
-    """What decodes parts of one kind of those items that a device chooses: `decode_chosen_kernel` explains it.
+    """A launch that decodes parts of the items in a list on the device: see `decode_chosen_kernel`.
 
     base: uint8, where positions count from. rows: int64 [items, parts, 2]. places: int64 [parts]. programs:
     int32 [programs of a slot, 2].

@@ -159,13 +159,14 @@ print(json.dumps(shared))
 """
 
 POOL = """
-from neuzip.kernels.expert_pool.ops import pool_linear, slot_lists
+from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear
+from neuzip.kernels.experts.routing import Routing
 
-tiles, count = torch.zeros(2, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-_, slots = slot_lists(tiles, count, 2)
-for tile, width, dtype, bias in ((16, 768, torch.bfloat16, None), (128, 96, torch.float16, torch.zeros(2, 64))):
-    pool = torch.zeros(2, 64, width, dtype=dtype)
-    pool_linear(torch.zeros(2 * tile, width, dtype=dtype), pool, tiles, count, slots, bias=bias)
+arrays = [torch.zeros(shape, dtype=torch.int32) for shape in (4, (4, 4), 1)]
+for tile, width, dtype in ((16, 768, torch.bfloat16), (128, 96, torch.float16)):
+    used = experts_in_use(Routing(tile, *arrays), 9)
+    pool, rows = torch.zeros(2, 64, width, dtype=dtype), torch.zeros(4 * tile, width, dtype=dtype)
+    pool_linear(rows, pool, used, bias=None if tile == 16 else torch.zeros(9, 64))
 print(json.dumps(shared))
 """
 

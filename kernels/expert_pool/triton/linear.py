@@ -1,38 +1,19 @@
 """Products of tiles of rows with experts in a pool: a program has a tile, and some columns of the output.
 
 Programs of an expert come in groups of tiles, columns after columns: those that run at the same time read
-the same weights, and few rows. The bytes of weights decide where tiles have 16 rows, matrix instructions where
-they have 128.
+the same weights, and few rows. Reading weights takes most of the time with tiles of 16 rows, multiplying with
+tiles of 128.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import is_compiled, launch
-
-
-class PoolLaunch(NamedTuple):
-    """Columns of a program's output, columns of the rows that a stage holds, warps and stages."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-LAUNCHES = {
-    16: PoolLaunch(32, 256, 4, 4),
-    32: PoolLaunch(64, 128, 4, 4),
-    64: PoolLaunch(64, 128, 4, 4),
-    128: PoolLaunch(128, 64, 8, 4),
-    256: PoolLaunch(128, 64, 8, 3),
-}
-"""By rows of a tile."""
+from neuzip.kernels.expert_pool.ops import ExpertsInUse
+from neuzip.kernels.tuning import launch_for
 
 _GROUP = tl.constexpr(8)
 """Tiles whose programs come together."""
@@ -41,26 +22,28 @@ _GROUP = tl.constexpr(8)
 def pool_linear(
     rows: torch.Tensor,
     pool: torch.Tensor,
-    tiles: torch.Tensor,
-    count: torch.Tensor,
-    slot_of_tile: torch.Tensor,
+    used: ExpertsInUse,
     first: int,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.pool_linear`, which has checked the arguments."""
     slots, columns, width = pool.shape
-    most, tile = tiles.shape[0], rows.shape[0] // tiles.shape[0]
-    use = LAUNCHES[tile]
-    block_n, block_k = use.columns, max(16, min(use.depth, triton.next_power_of_2(width)))
+    tile, _, tiles, count = used.routing
+    use = launch_for("expert_pool.linear", rows.device, tile=tile)
+    block_n, block_k = use["columns"], max(16, min(use["depth"], triton.next_power_of_2(width)))
     blocks = triton.cdiv(columns, block_n)
+    compiled = is_compiled(pool_linear_kernel)
+    y = out if compiled else out.float()  # the interpreter cuts bf16 off, and does not round
     launch(
-        pool_linear_kernel, (most * blocks,),
-        rows, pool, bias, out, tiles, count, slot_of_tile, first, slots, blocks, columns, width,
+        pool_linear_kernel, (tiles.shape[0] * blocks,),
+        rows, pool, bias, y, tiles, count, used.slot_of_tile, first, slots, blocks, columns, width,
         *pool.stride(), TILE=tile, BLOCK_N=block_n, BLOCK_K=block_k, EVEN_K=width % block_k == 0,
-        HAS_BIAS=bias is not None, COMPILED=is_compiled(pool_linear_kernel),
-        num_warps=use.warps, num_stages=use.stages, device=rows.device,
+        HAS_BIAS=bias is not None, COMPILED=compiled,
+        num_warps=use["warps"], num_stages=use["stages"], device=rows.device,
     )  # fmt: skip
+    if y is not out:
+        out.copy_(y)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])

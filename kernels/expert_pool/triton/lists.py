@@ -13,7 +13,7 @@ AT_A_TIME = 1024
 
 
 def slot_lists(tiles: torch.Tensor, count: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.slot_lists`."""
+    """`chosen` and `slot_of_tile` of `ops.ExpertsInUse`, for a list of so many slots."""
     most = tiles.shape[0]
     chosen = torch.empty(slots, dtype=torch.int32, device=tiles.device)
     slot_of_tile = torch.empty(most, dtype=torch.int32, device=tiles.device)

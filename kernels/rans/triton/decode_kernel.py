@@ -180,9 +180,7 @@ def decode_parts_kernel(
     own, out, before = _from(program, p6, r6, o6, own, out, before)
     own, out, before = _from(program, p7, r7, o7, own, out, before)
     first = (program - before) * (L // _LANES)
-    _decode_part(
-        own, out, first, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED
-    )
+    _decode_part(own, out, first, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED)
 
 
 @triton.jit(do_not_specialize=["first", "length"])
