@@ -158,7 +158,7 @@ def _both_products(
 
 def _linear(rows: Tensor, matrix: _Matrix, used: ExpertsInUse, limit: int) -> Tensor:
     """One product, with gradients: [rows, in] to [rows, out]. Rows that no pair fills are zeros then."""
-    y: Tensor = _PooledLinear.apply(rows, matrix.bias, matrix, used, limit)
+    y: Tensor = _PooledLinear.apply(rows, matrix.bias, matrix, used, limit)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -174,7 +174,7 @@ class _PooledLinear(torch.autograd.Function):
         return _in_rounds(rows, matrix, used, limit, lambda pool: pool, bias, clean)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         matrix, used, limit = ctx.arguments
         rows = bias = None
         if ctx.needs_input_grad[0]:
