@@ -44,7 +44,7 @@ def words(text: str) -> dict[str, str]:
 GROUPS = {
     "Files": ("compress", "decompress", "verify", "inspect", "diff", "apply"),
     "Hub": ("push", "pull"),
-    "Run and measure": ("generate", "eval", "bench", "sweep", "layers"),
+    "Run and measure": ("generate", "eval", "bench", "sweep", "layers", "experts"),
     "Change and train": ("ternarize", "recover", "export", "patch-attention", "train"),
     "Help": ("demo", "env"),
 }
@@ -53,7 +53,7 @@ GROUPS = {
 HOW_TO = {
     "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas",
     "diff": "measure", "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure",
-    "bench": "run", "layers": "layers", "generate": "run", "patch-attention": "cache-and-attention",
+    "bench": "run", "layers": "layers", "experts": "compress", "generate": "run", "patch-attention": "cache-and-attention",
     "export": "ternary", "ternarize": "ternary",
     "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
     "demo": None,
