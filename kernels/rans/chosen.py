@@ -86,7 +86,7 @@ def coded_items(matrices: Sequence[Sequence[Sequence[ChunkOf]]]) -> CodedItems:
         parts += [list(chunks) for chunks in zip(*items, strict=True)]
         places += [start + before for before in accumulate([0, *sizes[:-1]])]
         end = start + sum(sizes) + margin
-    memories = {id(t.memory): t.memory for chunks in parts for t, _ in chunks}
+    memories = {id(m): m for chunks in parts for t, _ in chunks for m in t.memories}
     return CodedItems(
         tuple(regions), _aligned(end), tuple(_launches(parts, places)), tuple(memories.values())
     )

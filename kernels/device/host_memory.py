@@ -1,0 +1,37 @@
+"""Memory of the host that kernels on a GPU read where it is, over the link between both."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+
+from neuzip.errors import NeuzipError
+
+
+def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory, uint8 [nbytes], that kernels on a device read by the address that the host has for it.
+
+    For a CUDA device it is page-locked, so it counts against what the system lets a process lock. It is given
+    back when no tensor has it, which waits for the device. torch's own pinned memory would be rounded up to
+    a power of two. Raises NeuzipError where it cannot be had.
+    """
+    array = np.empty(nbytes, np.uint8)
+    memory = torch.from_numpy(array)
+    if device.type == "cuda" and nbytes:
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(device):
+            error = runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)
+        if int(error):
+            raise NeuzipError(
+                f"the CUDA driver cannot lock {nbytes:,} bytes of host memory: error {int(error)}",
+                "keep more experts on the GPU, or let processes lock more memory (`ulimit -l`)",
+            )
+        weakref.finalize(array, _give_back, memory.data_ptr(), device).atexit = False
+    return memory
+
+
+def _give_back(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # kernels may still read it
+    torch.cuda.cudart().cudaHostUnregister(address)
