@@ -49,4 +49,4 @@ def experts(
     pairs = x.double().repeat_interleave(k, 0)
     inner = gated(grouped_linear(pairs, flat, gate_up, gate_up_bias), gate or Gate())
     y = grouped_linear(inner, flat, down, down_bias)
-    return (y.view(tokens, k, -1) * shares.double()[..., None]).sum(1)
+    return (y.view(tokens, k, y.shape[1]) * shares.double()[..., None]).sum(1)

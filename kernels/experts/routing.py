@@ -81,3 +81,15 @@ def runs(routing: Routing) -> list[tuple[int, slice]]:
             start = first * routing.tile
             experts.append((expert, slice(start, start + (count - 1) * routing.tile + used)))
     return experts
+
+
+def in_use(routing: Routing) -> Tensor:
+    """Which rows a pair fills: bool [most_tiles * tile]. On a GPU the host does not wait."""
+    tiles, device = routing.tiles, routing.tiles.device
+    used = torch.where(torch.arange(len(tiles), device=device) < routing.count, tiles[:, USED], 0)
+    return (torch.arange(routing.tile, device=device) < used[:, None]).flatten()
+
+
+def cleaned(rows: Tensor, routing: Routing) -> Tensor:
+    """The rows, with zeros written where no pair fills them."""
+    return rows.masked_fill_(~in_use(routing)[:, None], 0.0)

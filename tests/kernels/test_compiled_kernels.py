@@ -170,12 +170,31 @@ for tile, width, dtype in ((16, 768, torch.bfloat16), (128, 96, torch.float16)):
 print(json.dumps(shared))
 """
 
+EXPERTS = """
+from neuzip.kernels.device import launch
+from neuzip.kernels.experts.gate import Gate
+from neuzip.kernels.experts.triton import dense, launches
+from neuzip.kernels.packed_linear.ops import pack
+
+launch.has_pdl = lambda device: True
+dense.triton_pack.decode = lambda *arguments: None
+for ids in (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(5000, 1, dtype=torch.int32)):
+    routing, rows = launches.route(ids, torch.zeros(len(ids), 96, dtype=torch.float16), 2, 64)
+packed, bias = pack(torch.zeros(2 * 24, 96, dtype=torch.float16)), torch.zeros(2, 24, dtype=torch.float16)
+for multiply in (launches.grouped_linear, launches.grouped_dense):
+    multiply(rows, packed, 2, routing, bias)
+launches.gradients(rows[:, :24].contiguous(), packed, 2, routing)
+launches.apply_gate(rows, routing, Gate(interleaved=True, limit=7.0, alpha=1.702))
+launches.weighted_sum(rows, routing.position, torch.zeros(5000, 1))
+print(json.dumps(shared))
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (POOL, 2)],
-    ids=["linear heads", "attention", "keys and values", "steps", "decoders", "experts in a pool"],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 2)],
+    ids=["linear heads", "attention", "keys and values", "steps", "decoders", "experts", "a pool of experts"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path, kernel_cache: Path):
     shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path, kernel_cache))

@@ -76,14 +76,14 @@ class Pointer:
         return Pointer(self.values, self.at[axes])
 
 
-def load(pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = "") -> torch.Tensor:
+def load(pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = "") -> Any:
     every = torch.as_tensor(pointer.at)
     mask = torch.as_tensor(mask).expand(every.shape)
     at = every[mask]
     assert ((at >= 0) & (at < len(pointer.values))).all(), "a load leaves its tensor"
     loaded = torch.full(every.shape, other, dtype=pointer.values.dtype)
     loaded[mask] = pointer.values[at]
-    return loaded.as_subclass(Values)
+    return loaded.as_subclass(Values) if loaded.dim() else loaded.item()
 
 
 def store(pointer: Pointer, values: torch.Tensor) -> None:
@@ -372,7 +372,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: obj
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    return torch.where(torch.as_tensor(condition), a, b)
+    return torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else (a if condition else b)
 
 
 def minimum(a: Any, b: int) -> Any:

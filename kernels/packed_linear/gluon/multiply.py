@@ -90,6 +90,7 @@ def _place(block, blocks, grouping, ROWS: gl.constexpr, GATED: gl.constexpr):
         n = block // rounds
         m = block % rounds
         tile = n * (COLUMNS // 16)
+        used = n * 0
     else:
         entry = table + 4 * (gl.maximum(gl.minimum(block, blocks - 1), 0) // tile_blocks)
         first = gl.load(entry + 1)
@@ -98,7 +99,8 @@ def _place(block, blocks, grouping, ROWS: gl.constexpr, GATED: gl.constexpr):
         n = own // expert_rounds
         m = first + own % expert_rounds
         tile = gl.load(entry) * expert_tiles + n * (COLUMNS // 16)
-    return tile, n * COLUMNS, m * ROWS
+        used = gl.load(table + 4 * m + 3)
+    return tile, n * COLUMNS, m * ROWS, used
 
 
 @gluon.jit
@@ -218,13 +220,82 @@ def _records(weights, tile, q, tiles, turns):
 def _first_loads(weights, records, far_records, begin, stop, bit, lane):
     """Far words and escapes of the first two turns of a segment, and the records of the third."""
     _, far, _, escapes = weights
-    second, third = gl.minimum(begin + 1, stop - 1), gl.minimum(begin + 2, stop - 1)
+    last = gl.maximum(stop - 1, begin)  # a program may have no segment
+    second, third = gl.minimum(begin + 1, last), gl.minimum(begin + 2, last)
     fars = load_far(far, gl.load(far_records + 2 * begin), bit)
     escape, others = load_escape(escapes, gl.load(records + begin), lane)
     next_fars = load_far(far, gl.load(far_records + 2 * second), bit)
     next_escape, next_others = load_escape(escapes, gl.load(records + second), lane)
     far_record, record = gl.load(far_records + 2 * third), gl.load(records + third)
     return fars, escape, others, next_fars, next_escape, next_others, far_record, record
+
+
+@gluon.jit
+def _sums(
+    GROUP: gl.constexpr, shared, weights, records, far_records, coming, begin, stop, numbers, place, base4,
+    LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Sums [64, ROWS] of the products of a segment, still under way, with ROWS of the rows of x."""
+    P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    xs, words, _, x_there, x_free, words_there, words_free, started, _, _ = shared
+    far, escapes = weights[1], weights[3]
+    bit, lane = place
+    fars, escape, others, next_fars, next_escape, next_others, far_record, record = coming
+    x_number, turn_number = numbers
+    stage = turn_number % WORD_STAGES
+    mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1)
+    lows, highs = half_bytes(
+        words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP
+    )
+    mbarrier.arrive(started.index(0), count=1, pred=turn_number == 0)
+    sums = warpgroup_mma_init(gl.zeros([64, ROWS], gl.float32, SUMS))
+    mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1)
+    for turn in range(begin, stop):
+        first = x_number % STAGES
+        factors = half_weights(lows, highs, HALF, SUMS)
+        rows = xs.index(first).slice(0, ROWS, dim=0)
+        sums = warpgroup_mma(factors, rows.permute((1, 0)), sums, is_async=True)
+        x_number += 1
+
+        # The other half of the turn.
+        second = x_number % STAGES
+        mbarrier.wait(x_there.index(second), (x_number // STAGES) & 1)
+        lows, highs = half_bytes(
+            words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 1, OTHER_HALF, GROUP
+        )
+        mbarrier.arrive(words_free.index(stage), count=1)
+        fars, escape, others = next_fars, next_escape, next_others
+        next_fars = load_far(far, far_record, bit)
+        next_escape, next_others = load_escape(escapes, record, lane)
+        later = gl.minimum(turn + 3, stop - 1)
+        far_record, record = gl.load(far_records + 2 * later), gl.load(records + later)
+        factors = half_weights(lows, highs, HALF, SUMS)
+        rows = xs.index(second).slice(0, ROWS, dim=0)
+        sums = warpgroup_mma(factors, rows.permute((1, 0)), sums, is_async=True)
+        x_number += 1
+
+        # The first half of the next turn; behind the last one, of whatever is there.
+        turn_number += 1
+        stage = turn_number % WORD_STAGES
+        goes_on = turn + 1 < stop
+        mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1, pred=goes_on)
+        mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1, pred=goes_on)
+        lows, highs = half_bytes(
+            words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP
+        )
+        sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))
+        mbarrier.arrive(x_free.index(first), count=1)
+        mbarrier.arrive(x_free.index(second), count=1)
+    return warpgroup_mma_wait(0, deps=[sums])
+
+
+@gluon.jit
+def _widened(sums, SUMS: gl.constexpr):
+    """Sums [64, 128] with as many zeros behind them. Nothing moves."""
+    both = gl.permute(gl.join(sums, gl.zeros_like(sums)), (0, 2, 1))
+    return gl.convert_layout(gl.reshape(both, [64, 256]), SUMS, assert_trivial=True)
 
 
 @gluon.jit
@@ -235,10 +306,8 @@ def _multiply(
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """64 rows of the weights of every block of a program."""
-    P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    xs, words, outs, x_there, x_free, words_there, words_free, started, up_there, up_free = shared
-    far, escapes = weights[1], weights[3]
+    outs, up_there, up_free = shared[2], shared[8], shared[9]
     turns = sharing[5]
     t = gl.arange(0, 128, layout=THREADS)
     lane, warp = t % 32, t // 32
@@ -255,57 +324,31 @@ def _multiply(
     coming = _first_loads(weights, records, far_records, begin, stop, bit, lane)
     pieces_number = 0
     for number in range(segments):
-        fars, escape, others, next_fars, next_escape, next_others, far_record, record = coming
-        stage = turn_number % WORD_STAGES
-        mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1)
-        lows, highs = half_bytes(
-            words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP
-        )
-        mbarrier.arrive(started.index(0), count=1, pred=number == 0)
-        sums = warpgroup_mma_init(gl.zeros([64, ROWS], gl.float32, SUMS))
-        mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1)
-        for turn in range(begin, stop):
-            first = x_number % STAGES
-            factors = half_weights(lows, highs, HALF, SUMS)
-            sums = warpgroup_mma(factors, xs.index(first).permute((1, 0)), sums, is_async=True)
-            x_number += 1
-
-            # The other half of the turn.
-            second = x_number % STAGES
-            mbarrier.wait(x_there.index(second), (x_number // STAGES) & 1)
-            lows, highs = half_bytes(
-                words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 1, OTHER_HALF,
-                GROUP,
+        numbers = x_number, turn_number
+        if ROWS == 256 and grouping[1] is not None:
+            if _place(block, sharing[2], grouping, ROWS, GATED)[3] <= 128:
+                narrow = _sums(
+                    GROUP, shared, weights, records, far_records, coming, begin, stop, numbers, (bit, lane),
+                    base4, LOW, HALF, FIRST_HALF, OTHER_HALF, 128, STAGES, WORD_STAGES,
+                )  # fmt: skip
+                result = _widened(narrow, SUMS)
+            else:
+                result = _sums(
+                    GROUP, shared, weights, records, far_records, coming, begin, stop, numbers, (bit, lane),
+                    base4, LOW, HALF, FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES,
+                )  # fmt: skip
+        else:
+            result = _sums(
+                GROUP, shared, weights, records, far_records, coming, begin, stop, numbers, (bit, lane),
+                base4, LOW, HALF, FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES,
             )  # fmt: skip
-            mbarrier.arrive(words_free.index(stage), count=1)
-            fars, escape, others = next_fars, next_escape, next_others
-            next_fars = load_far(far, far_record, bit)
-            next_escape, next_others = load_escape(escapes, record, lane)
-            later = gl.minimum(turn + 3, stop - 1)
-            far_record, record = gl.load(far_records + 2 * later), gl.load(records + later)
-            factors = half_weights(lows, highs, HALF, SUMS)
-            sums = warpgroup_mma(factors, xs.index(second).permute((1, 0)), sums, is_async=True)
-            x_number += 1
-
-            # The first half of the next turn; behind the last one, of whatever is there.
-            turn_number += 1
-            stage = turn_number % WORD_STAGES
-            goes_on = turn + 1 < stop
-            mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1, pred=goes_on)
-            mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1, pred=goes_on)
-            lows, highs = half_bytes(
-                words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF,
-                GROUP,
-            )  # fmt: skip
-            sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))
-            mbarrier.arrive(x_free.index(first), count=1)
-            mbarrier.arrive(x_free.index(second), count=1)
+        x_number += 2 * (stop - begin)
+        turn_number += stop - begin
         next_block, next_begin, next_stop = _segment(gl.minimum(number + 1, segments - 1), share, sharing)
         next_place = _place(next_block, sharing[2], grouping, ROWS, GATED)
         next_tile = _first_tile(next_place[0], grouping, GROUP, GATED)
         records, far_records = _records(weights, next_tile + warp, q, tiles, turns)
         coming = _first_loads(weights, records, far_records, next_begin, next_stop, bit, lane)
-        result = warpgroup_mma_wait(0, deps=[sums])
         if USE_PDL:
             cuda.gdc_wait()  # what is written now may be read by the kernel ahead
         cut_turn = (block - sharing[2] + sharing[3]) * turns  # the block's first
