@@ -210,10 +210,9 @@ def _ans_unit(resident: ResidentTensor, number: int, columns: int, dtype: torch.
     )
 
 
-def _decode_chunks(
-    coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    if coded[0][0].memory.device.type == "cpu":
+def require_decoder(device: torch.device) -> None:
+    """Raise NeuzipError for a device that decodes no AnsWeight: a CPU, but in Triton's interpreter."""
+    if device.type == "cpu":
         from neuzip.kernels.rans.triton.warp import INTERPRETED
 
         if not INTERPRETED.value:
@@ -221,6 +220,12 @@ def _decode_chunks(
                 "an AnsWeight on the CPU cannot be decoded",
                 "move the model to a CUDA device before it is used",
             )
+
+
+def _decode_chunks(
+    coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    require_decoder(coded[0][0].memory.device)
     chunks = [(resident, number) for resident, number, _, _ in coded]
     targets = [memory for memory in memories if memory is not None]
     if targets:
