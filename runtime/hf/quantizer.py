@@ -230,7 +230,7 @@ class CompressingQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile it: not experts that are computed one by one or decoded to a pool."""
+        """Whether `generate` may compile it: not experts computed one by one or decoded to a pool."""
         return self._can_compile_experts
 
 

@@ -1,4 +1,4 @@
-"""Experts of transformers' models that are coded by rANS: decoded into a pool, in CUDA graphs, from the host."""
+"""Experts of transformers' models coded by rANS: from a pool, in CUDA graphs, with codes on the host."""
 
 from __future__ import annotations
 
