@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,8 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     array = np.empty(nbytes, np.uint8)
     memory = torch.from_numpy(array)
     if device.type == "cuda" and nbytes:
-        runtime = torch.cuda.cudart()
         with torch.cuda.device(device):
-            error = runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)
+            error = _runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0)
         if int(error):
             raise NeuzipError(
                 f"the CUDA driver cannot lock {nbytes:,} bytes of host memory: error {int(error)}",
@@ -34,4 +34,8 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def _give_back(address: int, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # kernels may still read it
-    torch.cuda.cudart().cudaHostUnregister(address)
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -160,7 +160,7 @@ def _pooled_experts(
     module: Any, x: Tensor, index: Tensor, weights: Tensor, first: AnsWeight, second: AnsWeight
 ) -> Tensor:
     one, other = _biases(module)
-    y = pooled_experts(
+    y: Tensor = pooled_experts(
         x.to(first.stored_dtype), index, _weights_of(index, weights), first, second,
         transposed=getattr(module, "is_transposed", False),
         activation=_activation(module, first.stored_dtype), first_bias=one, second_bias=other,
@@ -177,9 +177,8 @@ def _weights_of(index: Tensor, weights: Tensor) -> Tensor:
 def _biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
     if not getattr(module, "has_bias", False):
         return None, None
-    return getattr(
-        module, "gate_up_proj_bias" if _has_gate(module) else "up_proj_bias"
-    ), module.down_proj_bias
+    name = "gate_up_proj_bias" if _has_gate(module) else "up_proj_bias"
+    return getattr(module, name), module.down_proj_bias
 
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor] | None:

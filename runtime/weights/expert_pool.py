@@ -97,7 +97,7 @@ def has_aligned_parts(shape: tuple[int, ...], itemsize: int) -> bool:
     return all(edge * shape[-1] * itemsize % ALIGNMENT == 0 for edge in edges)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def pooled_experts(
     x: Tensor, index: Tensor, weights: Tensor, first: AnsWeight, second: AnsWeight, *,
     transposed: bool = False, activation: Activation | None = None, first_bias: Tensor | None = None,

@@ -194,7 +194,15 @@ print(json.dumps(shared))
 @pytest.mark.parametrize(
     ("launches", "kernels"),
     [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 2)],
-    ids=["linear heads", "attention", "keys and values", "steps", "decoders", "experts", "a pool of experts"],
+    ids=[
+        "linear heads",
+        "attention",
+        "keys and values",
+        "steps",
+        "decoders",
+        "experts",
+        "experts in a pool",
+    ],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path, kernel_cache: Path):
     shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path, kernel_cache))
