@@ -10,6 +10,9 @@ import torch
 
 from neuzip.errors import NeuzipError
 
+PAGE = 4096
+"""Bytes of a page of memory."""
+
 
 def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory, uint8 [nbytes], that kernels on a device read by the address that the host has for it.
@@ -18,11 +21,13 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     back when no tensor has it, which waits for the device. torch's own pinned memory would be rounded up to
     a power of two. Raises NeuzipError where it cannot be had.
     """
-    array = np.empty(nbytes, np.uint8)
-    memory = torch.from_numpy(array)
+    size = -(-nbytes // PAGE) * PAGE  # whole pages, that nothing else is in
+    array = np.empty(size + PAGE, np.uint8)
+    start = -array.ctypes.data % PAGE
+    memory = torch.from_numpy(array)[start : start + nbytes]
     if device.type == "cuda" and nbytes:
         with torch.cuda.device(device):
-            error = _runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0)
+            error = _runtime().cudaHostRegister(memory.data_ptr(), size, 0)
         if int(error):
             raise NeuzipError(
                 f"the CUDA driver cannot lock {nbytes:,} bytes of host memory: error {int(error)}",

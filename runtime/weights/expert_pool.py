@@ -255,7 +255,7 @@ def _known_pool(weights: Sequence[AnsWeight]) -> ExpertPool | None:
             return None
         items = coded_items(matrices)
         forms = tuple(_Form(w.stored[1], w.stored[2], w.flipped, w.stored_dtype) for w in weights)
-        pool = known[len(weights)] = ExpertPool(forms, residents, items, PoolUnit(items.memories))
+        pool = known[len(weights)] = ExpertPool(forms, residents, items, PoolUnit(items.sources))
     return pool
 
 
