@@ -26,10 +26,12 @@ from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.ops import Activation
 from neuzip.kernels.experts.routing import EXPERT, USED
 from neuzip.kernels.rans.chosen import CodedItems, can_choose, coded_items
+from neuzip.kernels.rans.coded import ALIGNMENT
 from neuzip.kernels.rans.ops import ResidentTensor
 from neuzip.runtime import buffers
 from neuzip.runtime.buffers import PoolUnit
-from neuzip.runtime.weights.ans import AnsWeight
+from neuzip.runtime.weights.ans import AnsWeight, require_decoder
+from neuzip.runtime.weights.base import rows_at_a_time
 
 LIMIT = 1 << 30
 """Bytes of a pool, at most, unless another limit is given."""
@@ -89,6 +91,13 @@ def can_pool(*weights: Tensor) -> bool:
     return len(places) == 1 and dtype in (torch.bfloat16, torch.float16) and _known_pool(coded) is not None
 
 
+def has_aligned_parts(shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether experts [experts, out, in] of elements of so many bytes would be such, once they are coded."""
+    edges = {edge for rows in rows_at_a_time(shape, itemsize) for edge in rows}
+    return all(edge * shape[-1] * itemsize % ALIGNMENT == 0 for edge in edges)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def pooled_experts(
     x: Tensor, index: Tensor, weights: Tensor, first: AnsWeight, second: AnsWeight, *,
     transposed: bool = False, activation: Activation | None = None, first_bias: Tensor | None = None,
@@ -111,6 +120,7 @@ def pooled_experts(
     where an expert needs more than `limit`.
     """
     experts = first.stored[0]
+    require_decoder(x.device)
     if not index.numel():
         return x.new_zeros(len(x), second.shape[2 if transposed else 1])
     routing, rows = experts_ops.route(index, x, experts, tile_rows(index.numel(), experts, x.device))
@@ -245,7 +255,7 @@ def _known_pool(weights: Sequence[AnsWeight]) -> ExpertPool | None:
             return None
         items = coded_items(matrices)
         forms = tuple(_Form(w.stored[1], w.stored[2], w.flipped, w.stored_dtype) for w in weights)
-        pool = known[len(weights)] = ExpertPool(forms, residents, items, PoolUnit(items.memories))
+        pool = known[len(weights)] = ExpertPool(forms, residents, items, PoolUnit(items.sources))
     return pool
 
 
