@@ -201,15 +201,14 @@ def _has_gate(module: nn.Module) -> bool:
     return getattr(module, "has_gate", True)
 
 
-def _activation(module: Any, dtype: torch.dtype) -> Gate | Callable[[Tensor], Tensor]:
+def _activation(module: Any, dtype: torch.dtype) -> ops.Activation:
     """What is between the two products: a Gate that gives the bits of the module's own code, or that code."""
-    if not _has_gate(module):
-        return module.act_fn  # type: ignore[no-any-return]
-    gate = _gate_of(module, dtype)
-    return module._apply_gate if gate is None else gate
+    own: Callable[[Tensor], Tensor] = module._apply_gate if _has_gate(module) else module.act_fn
+    gate: Gate | None = _gate_of(module, dtype) if _has_gate(module) else None
+    return own if gate is None else gate
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _gate_of(module: nn.Module, dtype: torch.dtype) -> Gate | None:
     """The Gate of a module, found once for each; None for an activation that is of none of them."""
     gates = _own_gates.setdefault(module, {})
