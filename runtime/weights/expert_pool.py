@@ -154,7 +154,7 @@ def _both_products(
 ) -> Tensor:  # fmt: skip
     pool = _pool([first.weight, second.weight])
     nbytes = used.chosen.numel() * pool.slot_bytes
-    if nbytes > limit or _needs_gradient(rows, first.bias, second.bias):
+    if nbytes > limit or torch.is_grad_enabled():
         hidden = activate(_linear(rows, first, used, limit))
         return _linear(hidden, second, used, limit)
 
@@ -167,8 +167,12 @@ def _both_products(
 
 
 def _linear(rows: Tensor, matrix: _Matrix, used: ExpertsInUse, limit: int) -> Tensor:
-    """One product, with gradients: [rows, in] to [rows, out]. Rows that no pair fills are zeros then."""
-    y: Tensor = _PooledLinear.apply(rows, matrix.bias, matrix, used, limit)  # type: ignore[no-untyped-call]
+    """One product: [rows, in] to [rows, out]. With gradients rows that no pair fills are zeros.
+
+    So are they where what follows may have gradients of its own.
+    """
+    clean = torch.is_grad_enabled()
+    y: Tensor = _PooledLinear.apply(rows, matrix.bias, matrix, used, limit, clean)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -177,10 +181,10 @@ class _PooledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, bias: Tensor | None, matrix: _Matrix, used: ExpertsInUse, limit: int
-    ) -> Tensor:
+        ctx: Any, rows: Tensor, bias: Tensor | None, matrix: _Matrix, used: ExpertsInUse, limit: int,
+        clean: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.arguments = matrix, used, limit
-        clean = any(ctx.needs_input_grad)
         return _in_rounds(rows, matrix, used, limit, lambda pool: pool, bias, clean)
 
     @staticmethod
@@ -191,7 +195,7 @@ class _PooledLinear(torch.autograd.Function):
             rows = _in_rounds(grad.contiguous(), matrix, used, limit, lambda pool: pool.mT, None, True)
         if ctx.needs_input_grad[1]:
             bias = _sums_by_expert(grad, used, matrix.weight.stored[0])
-        return rows, bias, None, None, None
+        return rows, bias, None, None, None, None
 
 
 def _in_rounds(
@@ -231,10 +235,6 @@ def _sums_by_expert(grad: Tensor, used: ExpertsInUse, experts: int) -> Tensor:
     expert = tiles[:, EXPERT].repeat_interleave(tile).where(there, experts).long()
     sums = torch.zeros(experts + 1, grad.shape[1], dtype=torch.float32, device=grad.device)
     return sums.index_add_(0, expert, grad.float())[:experts].to(grad.dtype)
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _pool(weights: Sequence[AnsWeight]) -> ExpertPool:

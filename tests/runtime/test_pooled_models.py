@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from models import LAYOUTS, assert_tied_at_most, mixture, needs_version_5
 from torch import nn
 from transformers import MixtralConfig, PreTrainedModel
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime import buffers
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.experts import (
@@ -19,7 +20,9 @@ from neuzip.runtime.hf.experts import (
     has_single_experts,
     limit_expert_pool,
 )
-from neuzip.runtime.hf.residency import compress_parameters, expert_modules
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.quantization_config import NeuzipConfig
+from neuzip.runtime.hf.residency import compress_parameters, expert_modules, memory
 from neuzip.runtime.weights import AnsWeight
 
 pytestmark = needs_version_5
@@ -77,6 +80,14 @@ def test_which_experts_are_computed_one_by_one() -> None:
     assert can_compile_experts(layer())
 
 
+def test_bytes_of_experts_are_checked() -> None:
+    for options in ({"expert_bytes": -1}, {"expert_pool_bytes": 0.5}):
+        with pytest.raises(UsageError, match="is no number of bytes"):
+            NeuzipConfig("ans", **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`expert_bytes`: experts of the residency 'packed'"):
+        load_model("nowhere", residency="packed", expert_bytes=5)
+
+
 # On a GPU.
 
 
@@ -121,3 +132,21 @@ def test_codes_in_host_memory_give_the_same_tokens() -> None:
                 module._parameters[name] = nn.Parameter(host, requires_grad=False)
     decoder = GreedyDecoder(other, 2, 30)
     assert decoder.graphed and torch.equal(decoder.generate(ids, 16), expected)
+
+
+@pytest.mark.gpu
+def test_a_model_is_loaded_with_codes_in_host_memory(tmp_path: Path) -> None:
+    """Of those that do not fit into the bytes that the GPU may have."""
+    mixture("qwen3", hidden=256, inner=256).save_pretrained(tmp_path)
+    ids = torch.randint(256, (1, 12), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    plain = load_model(tmp_path, device="cuda", residency="ans")
+    whole = memory(plain).of("ans")
+    half = load_model(
+        tmp_path, device="cuda", residency="ans", expert_bytes=whole.stored_bytes // 2,
+        expert_pool_bytes=1 << 22,
+    )  # fmt: skip
+    used = memory(half).of("ans")
+    assert 0.3 < used.stored_bytes / whole.stored_bytes < 0.8
+    assert 0 < used.host_bytes < whole.stored_bytes
+    tokens = [GreedyDecoder(model, 1, 30).generate(ids, 16) for model in (plain, half)]
+    assert torch.equal(*tokens)
