@@ -49,10 +49,9 @@ def test_routing(
     experts, tokens, k, columns, tile, dtype, config, device, monkeypatch: pytest.MonkeyPatch, poison
 ) -> None:
     """Few pairs in one launch, and counted in chunks before; rows longer than what is copied at a time."""
-    use = dict(zip(("counted", "programs", "rows"), config, strict=True)) | {"num_warps": 4}
+    use = dict(zip(("counted", "programs", "rows"), config, strict=True)) | {"columns": 256, "num_warps": 4}
     monkeypatch.setattr(triton_route, "launch_for", lambda *_, **__: use)
     monkeypatch.setattr(triton_route, "CHUNK", 32)
-    monkeypatch.setattr(triton_route, "COLUMNS", 256)
     ids, x = ids_for(tokens, k, experts, dtype), gaussian(tokens, columns).bfloat16()
     exact, filled = plain.route(ids, x, experts, tile)
     routing, copied = triton_route.route(ids.to(device), x.to(device), experts, tile)

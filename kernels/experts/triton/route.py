@@ -22,9 +22,6 @@ from neuzip.kernels.tuning import launch_for
 CHUNK = 1024
 """Pairs that a program counts at a time."""
 
-COLUMNS = 8192
-"""Numbers that a program copies at a time, at most."""
-
 
 def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, Tensor]:
     """The routing of ids [tokens, k], and x [tokens, in] copied to rows [most_tiles * tile, in].
@@ -52,8 +49,7 @@ def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, T
             _count, (chunks,), counts, index, pairs, experts, BINS=bins, CHUNK=CHUNK, num_warps=4, pdl=True,
             device=device,
         )  # fmt: skip
-    together, wide = config["rows"], min(triton.next_power_of_2(max(1, columns)), COLUMNS)
-    together = max(1, min(together, COLUMNS // wide))
+    together, wide = config["rows"], min(triton.next_power_of_2(max(1, columns)), config["columns"])
     own = max(together, min(CHUNK, triton.next_power_of_2(triton.cdiv(pairs, config["programs"]))))
     launch(
         _place, (triton.cdiv(pairs, own),),
