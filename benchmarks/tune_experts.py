@@ -164,7 +164,7 @@ def decoded_calls(shape: ExpertsShape, tokens: int) -> tuple[float, Mapping[str,
 STEPS: dict[str, StepTuning] = {
     "route": StepTuning(
         grid(
-            counted=(False, True), programs=(264, 528), rows=(1, 4), columns=(2048,), num_warps=(1, 4, 8)
+            counted=(False, True), programs=(264, 528), rows=(1, 4), columns=(512, 2048), num_warps=(1, 4)
         ),
         "pairs", route_calls,
     ),

@@ -85,6 +85,32 @@ def _applied(function: Callable[[Tensor], Tensor], rows: Tensor, routing: Routin
     return function(rows)
 
 
+def compile_layer(
+    gate_up: PackedTensor, down: PackedTensor, experts: int, tokens: int, k: int, has_bias: bool = False
+) -> None:
+    """Compile what a layer of so many tokens launches, silu(gate) * up included, for the current GPU.
+
+    The weights have no values: they are on the meta device.
+    """
+    meta, dtype = torch.device("meta"), gate_up.dtype
+    general = not all(steps.multiplies_on_hopper(packed, experts) for packed in (gate_up, down))
+    x = torch.empty(tokens, gate_up.shape[1], dtype=dtype, device=meta)
+    index = torch.empty(tokens, k, dtype=torch.int64, device=meta)
+    first, second = (
+        torch.empty(experts, one.shape[0] // experts, dtype=dtype, device=meta) if has_bias else None
+        for one in (gate_up, down)
+    )
+    routing, rows = steps.route(index, x, experts, tile_rows(tokens * k, experts, meta, general))
+    if has_bias or not steps.multiplies_on_hopper(gate_up, experts):
+        rows = steps.grouped_linear(rows, gate_up, experts, routing, first)
+        rows = steps.apply_gate(rows, routing, Gate())
+    else:
+        rows = steps.gated_linear(rows, gate_up, experts, routing)
+    rows = steps.grouped_linear(rows, down, experts, routing, second, fresh=False)
+    for shares in (torch.float32, dtype):
+        steps.weighted_sum(rows, routing.position, torch.empty(tokens, k, dtype=shares, device=meta))
+
+
 def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, Tensor]:
     """The routing of ids [tokens, k], and x [tokens, in] copied to rows [most_tiles * tile, in].
 

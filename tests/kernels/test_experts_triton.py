@@ -40,7 +40,7 @@ def ids_for(tokens: int, k: int, experts: int, dtype: torch.dtype = torch.int64)
     ("experts", "tokens", "k", "columns", "tile", "dtype", "config"),
     [
         (128, 1, 8, 40, 16, torch.int64, (False, 512, 1)),
-        (5, 9, 2, 600, 32, torch.int32, (False, 3, 4)),
+        (5, 45, 2, 270, 32, torch.int32, (False, 3, 8)),
         (300, 12, 6, 33, 16, torch.int64, (True, 2, 4)),
         (3, 70, 1, 16, 64, torch.int32, (True, 4, 8)),
     ],
