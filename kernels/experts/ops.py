@@ -72,8 +72,6 @@ def packed_experts(
         rows = gated_linear(rows, gate_up, experts, routing, gate, gate_up_bias)
     else:
         rows = _applied(gate, grouped_linear(rows, gate_up, experts, routing, gate_up_bias), routing)
-    if rows.shape[1] != down.shape[1]:
-        raise ValueError(f"the activation gives {rows.shape[1]} columns, `down` takes {down.shape[1]}")
     rows = grouped_linear(rows, down, experts, routing, down_bias, fresh=False)
     return weighted_sum(rows if norm is None else _applied(norm, rows, routing), routing, weights)
 
@@ -133,8 +131,9 @@ def grouped_linear(
     fresh   False where a kernel between `route` and this one has waited for the routing, such as
             `gated_linear`: on Hopper this one reads it sooner then
 
-    Gradients flow to rows and bias.
+    Gradients flow to rows and bias. Raises ValueError and TypeError for rows that the weights do not take.
     """
+    _check_rows(rows, packed)
     if needs_operator(rows, packed.words, bias):
         return operators.linear(  # type: ignore[no-any-return]
             rows, routing.position, routing.tiles, routing.count, bias, routing.tile, experts,
@@ -157,6 +156,7 @@ def gated_linear(
         return apply_gate(grouped_linear(rows, packed, experts, routing, bias), routing, gate)
     if _needs_gradient(rows):
         return gated(grouped_linear(rows, packed, experts, routing), gate)
+    _check_rows(rows, packed)
     if needs_operator(rows, packed.words, None):
         return operators.gated_linear(  # type: ignore[no-any-return]
             rows, routing.position, routing.tiles, routing.count, routing.tile, experts, *packed.arguments
@@ -215,6 +215,14 @@ def _check(
             )
     if gate_up.shape[1] != x.shape[1]:
         raise ValueError(f"`x` has {x.shape[1]} columns, `gate_up` has {gate_up.shape[1]}")
+
+
+def _check_rows(rows: Tensor, packed: PackedTensor) -> None:
+    """Raise ValueError or TypeError for rows, such as an activation's, that packed weights do not take."""
+    if rows.shape[1] != packed.shape[1]:
+        raise ValueError(f"rows have {rows.shape[1]} columns, the packed weights {packed.shape[1]}")
+    if rows.dtype != packed.dtype:
+        raise TypeError(f"rows are of {rows.dtype}, the packed weights of {packed.dtype}")
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
