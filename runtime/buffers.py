@@ -41,8 +41,31 @@ ALIGNMENT = 512
 """Bytes that the start of a weight is a multiple of."""
 
 
+class Unit:
+    """What is decoded to shared memory. `sources` is what it is decoded from."""
+
+    sources: tuple[torch.Tensor, ...]
+    known_streams: set[Any]
+    """Streams for which the memory of `sources` is kept."""
+
+    def stay_for(self, stream: Any) -> None:
+        """Keep the memory that is read from being used again before `stream` has done with it."""
+        if stream not in self.known_streams:
+            for source in self.sources:
+                keep(source, stream)
+            self.known_streams.add(stream)
+
+
 @dataclass(eq=False)
-class DecodeUnit:
+class PoolUnit(Unit):
+    """Weights of which a device decodes some, that the host does not know, to memory that is lent for it."""
+
+    sources: tuple[torch.Tensor, ...]
+    known_streams: set[Any] = field(default_factory=set, init=False)
+
+
+@dataclass(eq=False)
+class DecodeUnit(Unit):
     """Weights that are decoded as a whole, alone or with others of the same `decode`.
 
     `decode` takes what units hold `coded`, and for each of them uint8 memory of `capacity` bytes, to the
@@ -61,7 +84,6 @@ class DecodeUnit:
     """Whether that followed the only time, or twice in a row."""
 
     known_streams: set[Any] = field(default_factory=set, init=False)
-    """Streams for which the memory of `sources` is kept."""
 
     def dense(self) -> torch.Tensor:
         """The weights, in memory of their own."""
@@ -78,13 +100,6 @@ class DecodeUnit:
         """What will probably be used after this one, if that is known."""
         return self.successor() if self.is_sure and self.successor is not None else None
 
-    def stay_for(self, stream: Any) -> None:
-        """Keep the memory that is read from being used again before `stream` has done with it."""
-        if stream not in self.known_streams:
-            for source in self.sources:
-                keep(source, stream)
-            self.known_streams.add(stream)
-
 
 def use(unit: DecodeUnit, product: Callable[[torch.Tensor], T], *, ahead: bool = True) -> T:
     """What `product` makes of a unit's dense weights. They are another's as soon as it returns.
@@ -95,6 +110,17 @@ def use(unit: DecodeUnit, product: Callable[[torch.Tensor], T], *, ahead: bool =
     ring = _pool.ring(unit.sources[0].device)
     with ring.lock:
         return ring.use(unit, product, ahead)
+
+
+def lend(unit: PoolUnit, nbytes: int, product: Callable[[torch.Tensor], T]) -> T:
+    """What `product` makes with so many bytes of memory, uint8, to which it decodes weights of a unit itself.
+
+    The memory is another's as soon as it returns. Nothing else is decoded there meanwhile, so that `product`
+    must not use weights that are.
+    """
+    ring = _pool.ring(unit.sources[0].device)
+    with ring.lock:
+        return ring.lend(unit, nbytes, product)
 
 
 def release() -> None:
@@ -115,7 +141,7 @@ class CaptureMemory:
     """The memory that a graph decodes to, and the units that it reads: some may be another model's."""
 
     memory: torch.Tensor
-    units: frozenset[DecodeUnit]
+    units: frozenset[Unit]
 
 
 def memory_of_capture(device: torch.device) -> CaptureMemory | None:
@@ -232,9 +258,7 @@ class _Ring:
         # A CPU has streams and events as well, that do nothing.
         self._backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
         self.memory: torch.Tensor
-        self.units: weakref.WeakSet[DecodeUnit] = (
-            weakref.WeakSet()
-        )  # of a graph, which reads them in each replay
+        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()  # of a graph, which reads them in each replay
         self._is_kept: bool  # by a graph, or by who has lent it
         self._outgrown: list[torch.Tensor] = []
         self._known_on: set[Any]
@@ -271,14 +295,31 @@ class _Ring:
         finally:
             self._done.record(stream)
 
+    def lend(self, unit: PoolUnit, nbytes: int, product: Callable[[torch.Tensor], T]) -> T:
+        """What `product` makes with so many bytes. What is decoded ahead is decoded behind it."""
+        stream = self._stream
+        self._done.wait(stream)
+        try:
+            self._resident.clear()
+            self._grow(nbytes, stream)
+            self._keep(stream)
+            self._stay(unit, stream)
+            last = self._last()
+            if last is not None:  # whatever follows would be overwritten
+                last.successor = None
+            self._last = _nothing
+            return product(self.memory[:nbytes])
+        finally:
+            self._done.record(stream)
+
     def _dense(self, unit: DecodeUnit) -> torch.Tensor | None:
         return next((dense for other, dense in self._resident if other() is unit), None)
 
     def _learn(self, unit: DecodeUnit) -> None:
         last = self._last()
-        if last is None:
+        if last is None and self._first() is None:
             self._first = weakref.ref(unit)
-        elif last is not unit:
+        elif last is not None and last is not unit:
             last.followed_by(unit)
         self._last = weakref.ref(unit)
 
@@ -302,11 +343,8 @@ class _Ring:
     def _decode(self, units: list[DecodeUnit], stream: Any) -> None:
         """Decode units together, over what was there."""
         self._resident.clear()
-        if self._graph:
-            self.units.update(units)
-        else:
-            for unit in units:
-                unit.stay_for(stream)
+        for unit in units:
+            self._stay(unit, stream)
         starts = accumulate((_aligned(unit.capacity) for unit in units), initial=0)
         resident: list[tuple[weakref.ref[DecodeUnit], torch.Tensor]] = []
         for decode, some in groupby(zip(units, starts, strict=False), key=lambda place: place[0].decode):
@@ -319,7 +357,17 @@ class _Ring:
     def _reserve(self, capacity: int, ahead: bool, stream: Any) -> None:
         """Take more memory if a unit finds too little."""
         self._largest = max(self._largest, _aligned(capacity))
-        needed = int(CAPACITY * self._largest) if ahead else self._largest
+        self._grow(int(CAPACITY * self._largest) if ahead else self._largest, stream)
+
+    def _stay(self, unit: Unit, stream: Any) -> None:
+        """Keep what a unit is decoded from, as long as kernels here may read it."""
+        if self._graph:
+            self.units.add(unit)
+        else:
+            unit.stay_for(stream)
+
+    def _grow(self, needed: int, stream: Any) -> None:
+        """Take more memory if there is less than needed, in bytes."""
         if self.size < needed:
             if self._graph:  # where nobody says which streams still read there
                 self._outgrown.append(self.memory)

@@ -120,7 +120,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and bias.shape != (out,)):
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
         raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
-    if _needs_operator(x, packed.words, bias):
+    if needs_operator(x, packed.words, bias):
         return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
     return product(x, packed, bias)
 
@@ -139,7 +139,7 @@ def is_usual(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -
         and x.size(-1) == packed.shape[1]
         and (bias is None or _is_usual_bias(bias, packed))
         and not _any_autocast()
-        and not _needs_operator(x, words, bias)
+        and not needs_operator(x, words, bias)
     )
 
 
@@ -147,7 +147,7 @@ def _is_usual_bias(bias: torch.Tensor, packed: PackedTensor) -> bool:
     return bias.dtype == packed.dtype and bias.device == packed.device and bias.shape == packed.shape[:1]
 
 
-def _needs_operator(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def needs_operator(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether autograd, a compiler, a mode or a class of tensors has to see a product as an operator.
 
     To call that takes the host about as long as the launch of a kernel.

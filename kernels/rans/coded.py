@@ -97,3 +97,20 @@ class CodedPart:
     row: torch.Tensor
     full: int
     ragged: bool
+
+
+@dataclass(frozen=True)
+class ChosenLaunch:
+    """A launch that decodes parts of the items in a list on the device: see `decode_chosen_kernel`.
+
+    base: uint8, where positions count from. rows: int64 [items, parts, 2]. places: int64 [parts]. programs:
+    int32 [programs of a slot, 2].
+    """
+
+    kind: Kind
+    ragged: bool
+    warps: int
+    base: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+    programs: torch.Tensor

@@ -255,6 +255,10 @@ class ResidentTensor:
         """Bytes that `decode_into` needs for a chunk: blocks are decoded as a whole."""
         return self.chunk(number).capacity(self.layout) * self.layout.format.bits // 8
 
+    def part(self, number: int = 0) -> CodedPart:
+        """What a launch is given of a chunk."""
+        return self._prepare(number).part
+
     def decode(self, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The bit patterns of a chunk, and whether the words are corrupt: see the operator."""
         chunk = self.chunk(number)
@@ -319,7 +323,7 @@ def decode_together(
         raise ValueError("chunks on several devices share no launch")
     for (tensor, number), out in zip(chunks, outs, strict=True):
         tensor._check(out, number)
-    decode_parts([tensor._prepare(number).part for tensor, number in chunks], outs, warps)
+    decode_parts([tensor.part(number) for tensor, number in chunks], outs, warps)
     return [tensor._patterns(out, number) for (tensor, number), out in zip(chunks, outs, strict=True)]
 
 

@@ -28,9 +28,10 @@ from neuzip.runtime.hf.attention_choice import AttentionChoice, choose
 from neuzip.runtime.hf.attention_config import LAYERS_ENTRY
 from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
-from neuzip.runtime.hf.residency import has_experts, memory, require_places
+from neuzip.runtime.hf.residency import memory, require_places
 from neuzip.runtime.hf.ternary_layers import activations_in_use
 
 if TYPE_CHECKING:
@@ -221,8 +222,9 @@ def measure(plan: BenchmarkPlan, *, on_run: OnRun = lambda count: None) -> Speed
 
 def _require_graphs(plan: BenchmarkPlan, model: PreTrainedModel) -> None:
     """Raise NeuzipError, before anything is measured, if steps are wanted as graphs that cannot be such."""
-    compressed = set(plan.residencies) - {BASE}
-    if plan.graph and plan.device.type == "cuda" and compressed and has_experts(model):
+    if not plan.graph or plan.device.type != "cuda":
+        return
+    if any(has_single_experts(model, residency) for residency in plan.residencies):
         raise NotGraphable(model, SINGLE_EXPERTS)
 
 

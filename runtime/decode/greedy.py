@@ -20,12 +20,12 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels.step import can_find
 from neuzip.runtime import buffers
 from neuzip.runtime.hf.decoder import input_device
+from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.fused_step import FusedStep
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import StaticKVLayer
 from neuzip.runtime.hf.messages import reason_of
 from neuzip.runtime.hf.probes import same_bits
-from neuzip.runtime.hf.residency import has_experts
 from neuzip.runtime.hf.static_cache import FixedLayer, TokenPositions, can_pad, static_cache
 
 if TYPE_CHECKING:
@@ -49,13 +49,7 @@ def not_fixed(model: PreTrainedModel) -> str | None:
 
 
 SINGLE_EXPERTS = "its experts are computed one by one, and the host is asked each time which are needed"
-"""Why a model whose experts are compressed cannot be captured."""
-
-
-def has_single_experts(model: PreTrainedModel) -> bool:
-    """Whether a model computes its experts one by one, each when a token needs it."""
-    config = model.config.get_text_config()
-    return getattr(config, "_experts_implementation", None) == "eager" and has_experts(model)
+"""Why a model of `has_single_experts` cannot be captured."""
 
 
 class NotGraphable(NeuzipError):

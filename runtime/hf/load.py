@@ -25,10 +25,11 @@ from neuzip.runtime.devices import DEVICE_MAPS, place_of
 from neuzip.runtime.hf.attention import use_recorded
 from neuzip.runtime.hf.attention_config import LAYERS_ENTRY
 from neuzip.runtime.hf.config import GENERATION_CONFIG, load_config, load_generation_config
+from neuzip.runtime.hf.experts import prefer_ours
 from neuzip.runtime.hf.messages import OTHER_VERSION, quiet_transformers, refusal
 from neuzip.runtime.hf.model_files import model_tensors
 from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
-from neuzip.runtime.hf.residency import prefer_single_experts, require_places
+from neuzip.runtime.hf.residency import require_places
 from neuzip.runtime.hf.stored_tensors import record_activations, stored_tensors
 from neuzip.runtime.kernel_prefetch import prefetch_kernels
 
@@ -108,7 +109,7 @@ def load_model(
                 source, tensors, place, verify=verify, in_groups=residency != "dense"
             ) as stored:
                 if residency != "dense":
-                    prefer_single_experts(config)
+                    prefer_ours(config)
                 skeleton = skeleton_of(config)
                 cls: Any = type(skeleton)  # whose answer has two parts here, which its types do not say
                 model, report = cls.from_pretrained(

@@ -30,6 +30,9 @@ from neuzip.runtime.hf.quantization_config import FILL, METHOD, NeuzipConfig
 if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
 
+EXPERTS = "neuzip"
+"""What configs call our way to compute mixtures of experts: see `experts`."""
+
 _registering = Lock()
 
 
@@ -43,7 +46,9 @@ def register() -> None:
         _replace(modeling_utils, "safe_save_file", _with_values)
         _replace(modeling_utils.PreTrainedModel, FILL, filled_by_us)
         _replace(modeling_utils.PreTrainedModel, "save_pretrained", _as_container)
+        _replace(modeling_utils.PreTrainedModel, "get_correct_experts_implementation", _with_our_experts)
         _replace(AutoHfQuantizer, "merge_quantization_configs", _with_our_config)
+        _register_experts()
         AUTO_QUANTIZER_MAPPING[METHOD] = make_quantizer  # type: ignore[assignment]  # last: who sees it finds all
 
 
@@ -125,6 +130,31 @@ def _as_container(save: Any) -> Any:
         return save_container(save_plain, settings["save_directory"])
 
     return save_pretrained
+
+
+def _register_experts() -> None:
+    """Let configs name our experts; transformers 4 has no interface for them."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
+def _experts(*arguments: Any, **options: Any) -> Any:
+    from neuzip.runtime.hf.experts import experts_forward
+
+    return experts_forward(*arguments, **options)
+
+
+def _with_our_experts(check: Any) -> Any:
+    """What looks whether an implementation of experts exists: early versions of 5 have a list for that."""
+
+    @wraps(check)
+    def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
+        return EXPERTS if requested_experts == EXPERTS else check(self, requested_experts)
+
+    return get_correct_experts_implementation
 
 
 def _with_our_config(merge: Any) -> Any:

@@ -96,7 +96,7 @@ class CompressingQuantizer(HfQuantizer):
         # What arrives is dense, as for quantization on the fly: transformers then loads one by one.
         self.pre_quantized = False
         self._uses: dict[str, WeightUse] = {}
-        self._has_experts = False
+        self._has_single_experts = False
 
     def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         """Raise UsageError for places where weights of this residency cannot lie."""
@@ -118,16 +118,16 @@ class CompressingQuantizer(HfQuantizer):
         return dtype
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The config, with experts one by one: transformers asks before it builds the model."""
-        from neuzip.runtime.hf.residency import prefer_single_experts
+        """The config, with experts computed by neuzip: transformers asks before it builds the model."""
+        from neuzip.runtime.hf.experts import prefer_ours
 
         self.attention = config._attn_implementation
         _name_original_weights(self, config)
-        prefer_single_experts(config)
+        prefer_ours(config)
         return config
 
     def update_tp_plan(self, config: Any) -> Any:
-        """The config with single experts, for versions before 5.18, and some later ones that ask as well."""
+        """The config with our experts, for versions before 5.18, and some later ones that ask as well."""
         return self.update_attn_implementation(config)
 
     @property
@@ -145,10 +145,9 @@ class CompressingQuantizer(HfQuantizer):
 
     def preprocess_model(self, model: PreTrainedModel, dtype: object = None, **_: object) -> None:
         """Find the parameters that can be compressed; modules stay as they are."""
-        from neuzip.runtime.hf.residency import compressible, has_experts
+        from neuzip.runtime.hf.residency import compressible
 
         self._uses = compressible(model)
-        self._has_experts = has_experts(model)
         model.is_quantized = True  # type: ignore[assignment]
         model.quantization_method = METHOD  # type: ignore[assignment]
 
@@ -187,6 +186,7 @@ class CompressingQuantizer(HfQuantizer):
         """Make the ternary layers. Leave the config as it was: the residency is no part of a checkpoint."""
         from neuzip.runtime.activations import ACTIVATIONS_ENTRY
         from neuzip.runtime.bitlinear import bit_linears
+        from neuzip.runtime.hf.experts import has_single_experts, release_others
         from neuzip.runtime.hf.ternary_layers import install_arrived
 
         if hasattr(model.config, "quantization_config"):
@@ -195,6 +195,8 @@ class CompressingQuantizer(HfQuantizer):
         install_arrived(model, activations)
         if bit_linears(model):
             ACTIVATIONS_ENTRY.set(model.config, activations)
+        release_others(model)
+        self._has_single_experts = has_single_experts(model)
         _attend_as_recorded(model, self.attention)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -202,10 +204,12 @@ class CompressingQuantizer(HfQuantizer):
 
         Raises UsageError for a dtype that is none of floating point.
         """
+        from neuzip.runtime.hf.experts import release_others
         from neuzip.runtime.hf.residency import decompress_parameters
 
         # Not the base's: it would fill in the config's dtype, and cast what was never compressed.
         decompress_parameters(model, None if dtype is None else _floating(dtype))
+        release_others(model)
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         return model
 
@@ -227,7 +231,7 @@ class CompressingQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile it: not where experts are computed one by one."""
-        return not self._has_experts
+        return not self._has_single_experts
 
 
 def _name_original_weights(quantizer: DenseQuantizer | CompressingQuantizer, config: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
 from neuzip.runtime.weights import CompressedWeight, WeightUse
 from neuzip.runtime.weights.base import SMALLEST
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 DTYPES = torch_dtypes_for("packed")
 """Dtypes of weights that can be compressed in memory."""
@@ -201,15 +198,11 @@ def compressible(model: nn.Module) -> dict[str, WeightUse]:
     return uses_by_name
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Whether a parameter holds the matrices of several experts."""
-    return any(_is_of_experts(m, p) for m in model.modules() for p in m.parameters(recurse=False))
-
-
-def prefer_single_experts(config: PreTrainedConfig) -> None:
-    """Have a model's experts computed one by one, unless it was told how: so only those asked are decoded."""
-    if getattr(config, "_experts_implementation", "unknown") is None:
-        config._experts_implementation = "eager"
+def expert_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of which a parameter holds the matrices of several experts."""
+    for module in model.modules():
+        if any(_is_of_experts(module, parameter) for parameter in module.parameters(recurse=False)):
+            yield module
 
 
 def _tied_to(model: nn.Module, name: str) -> str:
@@ -233,7 +226,9 @@ def _use(module: nn.Module, name: str, parameter: nn.Parameter) -> WeightUse | N
             return WeightUse(transposed=True)
         if isinstance(module, nn.Embedding) and module.max_norm is None:
             return WeightUse(looked_up=True)
-    return WeightUse() if _is_of_experts(module, parameter) else None
+    if not _is_of_experts(module, parameter):
+        return None
+    return WeightUse(transposed=getattr(module, "is_transposed", False))  # transformers 5 says so
 
 
 def _is_of_experts(module: nn.Module, parameter: nn.Parameter) -> bool:

@@ -141,8 +141,8 @@ print(json.dumps(shared))
 
 DECODERS = """
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.coded import CodedPart
-from neuzip.kernels.rans.triton.decode import decode_parts
+from neuzip.kernels.rans.coded import ChosenLaunch, CodedPart
+from neuzip.kernels.rans.triton.decode import decode_chosen, decode_parts
 
 row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
 for kind, calls in (
@@ -152,6 +152,40 @@ for kind, calls in (
 ):
     for parts, blocks in calls:
         decode_parts([CodedPart(kind, row, blocks, True)] * parts, [out] * parts)
+rows, places, programs = (torch.zeros(shape, dtype=torch.int64) for shape in ((1, 1, 2), 1, (1, 2)))
+chosen = ChosenLaunch((FORMATS["BF16"], 7, 2, 0), False, 8, out, rows, places, programs.int())
+decode_chosen([chosen], torch.zeros(1, dtype=torch.int32), 0, out, 16)
+print(json.dumps(shared))
+"""
+
+POOL = """
+from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear
+from neuzip.kernels.experts.routing import Routing
+
+arrays = [torch.zeros(shape, dtype=torch.int32) for shape in (4, (4, 4), 1)]
+for tile, width, dtype in ((16, 768, torch.bfloat16), (128, 96, torch.float16)):
+    used = experts_in_use(Routing(tile, *arrays), 9)
+    pool, rows = torch.zeros(2, 64, width, dtype=dtype), torch.zeros(4 * tile, width, dtype=dtype)
+    pool_linear(rows, pool, used, bias=None if tile == 16 else torch.zeros(9, 64))
+print(json.dumps(shared))
+"""
+
+EXPERTS = """
+from neuzip.kernels.device import launch
+from neuzip.kernels.experts.gate import Gate
+from neuzip.kernels.experts.triton import dense, launches
+from neuzip.kernels.packed_linear.ops import pack
+
+launch.has_pdl = lambda device: True
+dense.triton_pack.decode = lambda *arguments: None
+for ids in (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(5000, 1, dtype=torch.int32)):
+    routing, rows = launches.route(ids, torch.zeros(len(ids), 96, dtype=torch.float16), 2, 64)
+packed, bias = pack(torch.zeros(2 * 24, 96, dtype=torch.float16)), torch.zeros(2, 24, dtype=torch.float16)
+for multiply in (launches.grouped_linear, launches.grouped_dense):
+    multiply(rows, packed, 2, routing, bias)
+launches.gradients(rows[:, :24].contiguous(), packed, 2, routing)
+launches.apply_gate(rows, routing, Gate(interleaved=True, limit=7.0, alpha=1.702))
+launches.weighted_sum(rows, routing.position, torch.zeros(5000, 1))
 print(json.dumps(shared))
 """
 
@@ -159,8 +193,16 @@ print(json.dumps(shared))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 1)],
-    ids=["linear heads", "attention", "keys and values", "steps", "decoders"],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 2)],
+    ids=[
+        "linear heads",
+        "attention",
+        "keys and values",
+        "steps",
+        "decoders",
+        "experts",
+        "experts in a pool",
+    ],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path, kernel_cache: Path):
     shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path, kernel_cache))

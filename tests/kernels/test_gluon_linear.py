@@ -202,14 +202,14 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, programs: int = 1, module: ModuleT
 
 def test_sums_are_fp32_whatever_the_default_dtype_is():
     """Loaders of models change the default dtype while a first product may run: it would be kept."""
-    gluon_linear._nothing.cache_clear()
+    gluon_linear.nothing.cache_clear()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        parts, _ = gluon_linear._nothing(torch.device("cpu"))
+        parts, _ = gluon_linear.nothing(torch.device("cpu"))
     finally:
         torch.set_default_dtype(before)
-        gluon_linear._nothing.cache_clear()
+        gluon_linear.nothing.cache_clear()
     assert parts.dtype == torch.float32
 
 

@@ -148,6 +148,20 @@ def test_nothing_is_decoded_ahead_of_large_products() -> None:
     assert taken.size == buffers.CAPACITY * 2 * buffers.ALIGNMENT
 
 
+def test_what_follows_lent_memory_is_not_decoded_before_it() -> None:
+    """As it would be written over; and the memory is of the ring, which grows for it."""
+    units = Units([500] * 6)
+    pool = buffers.PoolUnit((torch.zeros(1, device=DEVICE),))
+    for _ in range(3):
+        units.use(0, 1, 2)
+        lent = buffers.lend(pool, 20_000, lambda memory: memory.fill_(0xFF))
+        units.check(units.use(3, 4, 5), [3, 4, 5])
+    assert units.launches[6:8] == [[0, 1, 2], [3, 4, 5, 0, 1, 2]]
+    assert units.launches[8:] == [[3, 4, 5, 0, 1, 2]]
+    (taken,) = buffers._pool.eager.values()
+    assert taken.size == 20_000 and lent.data_ptr() == taken.memory.data_ptr()
+
+
 def test_units_of_other_decoders_share_no_launch() -> None:
     one, other = Units([100] * 2), Units([100] * 2)
     both = [*one.all, *other.all]

@@ -27,7 +27,8 @@ from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime.decode import agreement as agreement_module
 from neuzip.runtime.decode.agreement import Agreement, agreement
-from neuzip.runtime.decode.greedy import GreedyDecoder, has_single_experts
+from neuzip.runtime.decode.greedy import GreedyDecoder
+from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.ternary_layers import install
 

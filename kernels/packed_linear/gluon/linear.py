@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -102,8 +102,8 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         parts = x.new_empty(GROUPS * programs, GROUP_ROWS, tile, dtype=torch.float32)
         counted = counters(device, GROUPS * programs)
     else:
-        parts, counted = _nothing(device)
-    to_x, to_y = _boxes(tile)
+        parts, counted = nothing(device)
+    to_x, to_y = boxes(tile)
     packed.once(f"many rows, {tile}", functools.partial(_prepared, tile))(
         (programs,), BoxedTensor(x, (rows, columns), (columns, 1), to_x),
         BoxedTensor(y, (rows, out), (out, 1), to_y), bias, parts, counted, blocks, cut, cutters,
@@ -113,34 +113,51 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
 
 @functools.cache
-def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts and counters of a launch that cuts no block."""
     parts = torch.empty(0, dtype=torch.float32, device=device)  # whatever torch's default dtype is
     return parts, torch.empty(0, dtype=torch.int32, device=device)
 
 
 @functools.cache
-def _boxes(tile: int) -> tuple[TensorBox, TensorBox]:
+def boxes(tile: int) -> tuple[TensorBox, TensorBox]:
     """What copies of x, and those of y, move."""
     return TensorBox((tile, 64), SWIZZLED), TensorBox((min(tile, 128), 64), SWIZZLED)
 
 
 def _prepared(tile: int, packed: PackedTensor) -> PreparedLaunch:
     """Launches with a weight: x, y, bias, parts, counters, blocks, cut, cutters and rounds come with each."""
+    return prepared_launch(tile, packed, (FREE, FREE, FREE), FREE, (None, None, 0, 1, 1))
+
+
+def prepared_launch(
+    tile: int,
+    packed: PackedTensor,
+    sharing: tuple[Any, Any, Any],
+    rounds: Any,
+    grouping: tuple[Any, Any, int, int, int],
+    gated: bool = False,
+    fresh: bool = False,
+) -> PreparedLaunch:
+    """Launches of `many_rows` with a weight. x, y, bias, parts and counters come with each launch.
+
+    `sharing` is blocks, cut and cutters; `grouping` is table, used, expert_tiles, tile_blocks and split. The
+    other arguments are those of the kernel.
+    """
     tiles, planes, lanes = packed.words.shape[:3]
     first, other = planes_of_halves(packed.layout)
     words = packed.words.view(tiles, planes, lanes * 16)
     config = launch_for("packed_linear.many_rows", packed.device, tile=tile, planes=planes)
+    box = TensorBox((4 if gated else 4 * GROUPS, 1, 64), PLAIN)
     return PreparedLaunch(
-        many_rows, FREE, FREE,
-        BoxedTensor(words, tuple(words.shape), words.stride(), TensorBox((4 * GROUPS, 1, 64), PLAIN)),
+        many_rows, FREE, FREE, BoxedTensor(words, tuple(words.shape), words.stride(), box),
         packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
-        packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, FREE, FREE, FREE,
-        packed.shape[1] // TURN, FREE, tiles, packed.shape[0],
+        packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, *sharing,
+        packed.shape[1] // TURN, rounds, tiles, packed.shape[0], *grouping,
         LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
         ROWS=tile, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],
-        FIRST_STAGES=config["first_stages"], REGISTERS=config["registers"], num_warps=4, pdl=True,
-        device=packed.device,
+        FIRST_STAGES=config["first_stages"], REGISTERS=config["registers"], GATED=gated,
+        FRESH=fresh, num_warps=4, pdl=True, device=packed.device,
     )  # fmt: skip
 
 

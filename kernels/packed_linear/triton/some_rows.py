@@ -21,16 +21,13 @@ from triton.language.extra import cuda
 from neuzip.kernels.device.launch import is_compiled, launch, uses_pdl
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.packed_linear.tensor import PackedTensor
+from neuzip.kernels.packed_linear.triton.operands import in_order, load_columns, load_tile, unpacked
 from neuzip.kernels.packed_linear.triton.words import (
-    HIGH_PLANES_BF16,
-    HIGH_PLANES_F16,
     escapes_of_row,
     gather_x,
     load_escape,
     load_far,
     load_record,
-    load_words,
-    weights_of,
 )
 from neuzip.kernels.tuning import launch_for
 
@@ -115,25 +112,25 @@ def _some_rows(
     turn = unit - block * turns
     tile, c = _tile_and_word(block, turn, warp, q, tiles, W)
     record = load_record(index + tile * ((C + 1) // 2 * 2), c, c < C, EVEN)
-    a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
+    a, b = load_tile(words, tile, c, r, LOW, HALF, C, EVEN)
     block, next_turn = _next_unit(block, turn, turns)
     next_tile, behind = _tile_and_word(block, next_turn, warp, q, tiles, W)
     next_record = load_record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
     far_a, far_b = load_far(far, record, c, r, COMPILED)
-    at_hand = _columns(pairs_of_x, turn, M, C, BM, EVEN)
+    at_hand = load_columns(pairs_of_x, turn, M, C, BM, EVEN)
     sums = tl.zeros([16 * W, BM], tl.float32)
     for following in tl.range(unit + 1, stop + 1, num_stages=1):
-        weights = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, COMPILED)
-        now = _in_order(at_hand, turn, C, HALF, BM)
+        weights = unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, COMPILED)
+        now = in_order(at_hand, turn, C, HALF, BM)
         ends = (following == stop) | (next_turn == 0)
         turn = next_turn
         tile, c = next_tile, behind
         block, next_turn = _next_unit(block, turn, turns)
         next_tile, behind = _tile_and_word(block, next_turn, warp, q, tiles, W)
-        a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
+        a, b = load_tile(words, tile, c, r, LOW, HALF, C, EVEN)
         far_a, far_b = load_far(far, next_record, c, r, COMPILED)
         next_record = load_record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
-        at_hand = _columns(pairs_of_x, turn, M, C, BM, EVEN)
+        at_hand = load_columns(pairs_of_x, turn, M, C, BM, EVEN)
         if COMPILED:
             sums = tl.dot(weights, now, sums)
         else:
@@ -155,15 +152,6 @@ def _next_unit(block, turn, turns):
 def _tile_and_word(block, turn, warp, q, tiles, W: tl.constexpr):
     """What a thread has of a unit; beyond the last tile that one again."""
     return tl.minimum(block * W + warp, tiles - 1).to(tl.int64), turn * 4 + q
-
-
-@triton.jit
-def _tile_words(
-    words, tile, c, r, LOW: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
-):
-    """A word of each plane of rows r and r + 8 of a tile."""
-    P: tl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
-    return load_words(words, tile * (P * C * 16) + c * 16 + r * 2, c < C, P, C, EVEN)
 
 
 @triton.jit(
@@ -209,56 +197,3 @@ def _add_parts(
             program += 1
             before = 0
     tl.store(y + m.to(tl.int64) * N + begin + n, result.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _columns(pairs_of_x, turn, M, C: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr):
-    """The 128 columns of x of a turn, as they lie: pairs [BM, 64]."""
-    m, k = tl.arange(0, BM)[:, None], turn * 64 + tl.arange(0, 64)[None, :]
-    inside = (m < M) if EVEN else (m < M) & (k < 16 * C)
-    return tl.load(pairs_of_x + (m * (16 * C) + k), mask=inside, other=0)
-
-
-@triton.jit
-def _in_order(pairs, turn, C: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr):
-    """Columns of x in the order of the instructions: [128, BM]. Words that are no turn hold 32 neighbours."""
-    if C % 4 != 0:
-        # q, g, half of an instruction
-        parts = tl.permute(tl.reshape(pairs, [BM, 4, 8, 2]), (0, 2, 3, 1))
-        pairs = tl.where(turn == C // 4, tl.reshape(parts, [BM, 64]), pairs)
-    return tl.trans(tl.reshape(_pair(pairs, HALF), [BM, 128]))
-
-
-@triton.jit
-def _unpacked(
-    a, b, far_a, far_b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr
-):
-    """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8.
-
-    Each thread has what the instruction wants of it, so nothing moves between threads.
-    """
-    groups = ()
-    for g in tl.static_range(8):
-        a0, a2 = weights_of(a, far_a, base4, LOW, HALF, g, COMPILED)
-        a1, a3 = weights_of(b, far_b, base4, LOW, HALF, g, COMPILED)
-        first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
-        groups += (tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF))),)
-    # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
-    tile = tl.reshape(_all_eight(groups), [W, 8, 4, 2, 2, 2, 8])
-    return tl.reshape(tl.permute(tile, (0, 4, 1, 6, 5, 2, 3)), [16 * W, 128])
-
-
-@triton.jit
-def _all_eight(groups):
-    """Eight arrays as one, with three last axes of 2: the bits of their numbers."""
-    even = tl.join(tl.join(groups[0], groups[4]), tl.join(groups[2], groups[6]))
-    odd = tl.join(tl.join(groups[1], groups[5]), tl.join(groups[3], groups[7]))
-    return tl.join(even, odd)
-
-
-@triton.jit
-def _pair(pattern, HALF: tl.constexpr):
-    """The two weights in an int32: [T, 2]."""
-    low, high = (pattern & 0xFFFF).to(tl.uint16), ((pattern >> 16) & 0xFFFF).to(tl.uint16)
-    both = tl.join(low, high)
-    return both.to(tl.float16, bitcast=True) if HALF else both.to(tl.bfloat16, bitcast=True)

@@ -37,13 +37,19 @@ from neuzip.kernels.rans.coded import (
     TENSOR,
     TOGETHER,
     WIDTHS,
+    ChosenLaunch,
     CodedPart,
     CodedTensor,
     Kind,
 )
 from neuzip.kernels.rans.numbers import BLOCK, LANES, SCALE
 from neuzip.kernels.rans.triton import stream as triton_stream
-from neuzip.kernels.rans.triton.decode_kernel import decode_blocks, decode_parts_kernel, extents_kernel
+from neuzip.kernels.rans.triton.decode_kernel import (
+    decode_blocks,
+    decode_chosen_kernel,
+    decode_parts_kernel,
+    extents_kernel,
+)
 from neuzip.kernels.tuning import launch_for
 
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
@@ -171,6 +177,29 @@ def _start(
         *rows, *rows[:1] * none, *outs, *outs[:1] * none, *firsts, *[programs] * none,
         **_options(kind, ragged, warps), device=rows[0].device,
     )  # fmt: skip
+
+
+def decode_chosen(
+    launches: Sequence[ChosenLaunch], chosen: torch.Tensor, first: int, out: torch.Tensor, slot_bytes: int
+) -> None:
+    """Decode the items that `chosen`, int32, lists from `first` on: one to each slot of `out`, uint8.
+
+    Slots of `slot_bytes` lie back to back. Those of numbers that name no item keep what they hold. Nothing
+    waits for the device. Corrupt tensors are marked where they lie. Raises ValueError for outputs and slots
+    that begin at no multiple of 16 bytes.
+    """
+    if out.data_ptr() % ALIGNMENT or slot_bytes % ALIGNMENT:
+        raise ValueError(f"slots are not aligned to {ALIGNMENT} bytes")
+    slots = min(out.numel() // slot_bytes, chosen.numel() - first)
+    for one in launches:
+        programs = one.programs.shape[0]
+        items, parts, _ = one.rows.shape
+        launch(
+            decode_chosen_kernel, (slots * programs,),
+            one.base, one.rows, one.places, one.programs, chosen, out, first, chosen.numel(),
+            items, parts, programs, slot_bytes, **_options(one.kind, one.ragged, one.warps),
+            device=out.device,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

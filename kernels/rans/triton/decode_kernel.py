@@ -179,16 +179,60 @@ def decode_parts_kernel(
     own, out, before = _from(program, p5, r5, o5, own, out, before)
     own, out, before = _from(program, p6, r6, o6, own, out, before)
     own, out, before = _from(program, p7, r7, o7, own, out, before)
+    first = (program - before) * (L // _LANES)
+    _decode_part(own, out, first, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED)
+
+
+@triton.jit(do_not_specialize=["first", "length"])
+def decode_chosen_kernel(
+    base, rows, places, programs, chosen, out, first, length, items, parts, per_slot, slot_bytes,
+    L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
+    STREAM: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Decode L / 32 blocks of a part of the item that a slot of `out` holds: `chosen[first + slot]`.
+
+    rows      int64 [items, parts, 2]: the descriptor, in bytes from `base` on, and the bytes that are decoded
+              before the part's own; 0 for what another launch decodes
+    places    int64 [parts]: where a part begins in a slot
+    programs  int32 [per_slot, 2]: the part of a slot's program, and its number among those of the part
+
+    Programs of slots without an item, and of those from `length` on, end at once.
+    """
+    slot = tl.program_id(0) // per_slot
+    programs += 2 * (tl.program_id(0) - slot * per_slot)
+    part, number = tl.load(programs), tl.load(programs + 1)
+    item = tl.load(chosen + first + slot, mask=first + slot < length, other=-1)
+    is_item = (item >= 0) & (item < items)
+    rows += 2 * (item.to(tl.int64) * parts + part)
+    row = tl.load(rows, mask=is_item, other=0)
+    if row != 0:
+        own = (base + tl.multiple_of(row, 16)).to(tl.pointer_type(tl.int64))
+        at = slot.to(tl.int64) * slot_bytes + tl.load(places + part) - tl.load(rows + 1)
+        block = number * (L // _LANES)
+        if RAGGED or block <= tl.load(own + _C_LAST) - tl.load(own + _C_FIRST):
+            _decode_part(
+                own, out + tl.multiple_of(at, 16), block,
+                L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _decode_part(
+    own, out, begin, L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr,
+    SPLIT: tl.constexpr, STREAM: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Decode L / 32 blocks of a part, from its block `begin` on, to `out`, where its first one begins."""
     inp = own.to(tl.pointer_type(tl.uint8)) - tl.multiple_of(tl.load(own + _C_ROW), 16)
     starts = (inp + tl.load(own + _C_STARTS)).to(tl.pointer_type(tl.int64))
     counts = (inp + tl.load(own + _C_COUNTS)).to(tl.pointer_type(tl.int32))
     tables = (inp + tl.load(own + _C_TABLES)).to(tl.pointer_type(tl.int32))
     last = tl.load(own + _C_LAST)
     first = tl.load(own + _C_NUMEL) // _BLOCK if RAGGED else tl.load(own + _C_FIRST)
-    first += (program - before) * (L // _LANES)
     _decode(
         inp, out, starts, counts, own, tables, tables + (_SLOTS + 1), inp.to(tl.pointer_type(tl.int32)),
-        first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED,
+        first + begin, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED,
     )  # fmt: skip
 
 

@@ -1,0 +1,70 @@
+"""Which expert each slot of a pool holds, and products with the experts in a pool: see the package."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from neuzip.kernels.experts.routing import Routing
+from neuzip.kernels.tuning import launch_for
+
+
+class ExpertsInUse(NamedTuple):
+    """Which experts a routing uses, on the device.
+
+    chosen        int32 [slots]: the experts in use, in the order of their tiles, and -1 behind them
+    slot_of_tile  int32 [tiles]: the place of each tile's expert in that list, -1 for tiles not in use
+    """
+
+    routing: Routing
+    chosen: torch.Tensor
+    slot_of_tile: torch.Tensor
+
+
+def tile_rows(pairs: int, experts: int, device: torch.device) -> int:
+    """Rows of a tile for so many pairs: by the mean of an expert, from the table of the card."""
+    use = launch_for("expert_pool.tile", device)
+    *bounds, (largest, _) = ((int(name.removeprefix("rows_")), mean) for name, mean in use.items())
+    return next((rows for rows, mean in bounds if pairs <= mean * experts), largest)
+
+
+def experts_in_use(routing: Routing, experts: int) -> ExpertsInUse:
+    """The experts in use, of so many: the list has room for all that there can be."""
+    from neuzip.kernels.expert_pool.triton.lists import slot_lists
+
+    most = min(routing.position.numel(), experts)
+    return ExpertsInUse(routing, *slot_lists(routing.tiles, routing.count, most))
+
+
+def pool_linear(
+    rows: torch.Tensor,
+    pool: torch.Tensor,
+    used: ExpertsInUse,
+    first: int = 0,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """rows @ w.T + bias, with the weights and the bias of the expert of each tile: [rows, out].
+
+    rows [tiles * tile, in] and pool [slots, out, in], of any strides, are of one dtype, bf16 or fp16; slot s
+    holds expert `used.chosen[first + s]`. bias: [experts, out]. Sums are fp32. Only rows in use of
+    tiles whose expert is in the pool are written: in `out` the others keep what they hold, and without `out`
+    they are undefined. Raises ValueError for shapes that do not fit.
+    """
+    from neuzip.kernels.expert_pool.triton.linear import pool_linear as triton_pool_linear
+
+    _, columns, width = pool.shape
+    tiles, tile = used.routing.tiles, used.routing.tile
+    if rows.shape != (tiles.shape[0] * tile, width):
+        raise ValueError(
+            f"rows {tuple(rows.shape)} are no {tiles.shape[0]} tiles of {tile} rows with {width} columns"
+        )
+    if rows.dtype != pool.dtype or rows.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"rows of {rows.dtype} and experts of {pool.dtype}: both are bf16, or both fp16")
+    if out is None:
+        out = rows.new_empty(rows.shape[0], columns)
+    if out.shape != (rows.shape[0], columns) or not out.is_contiguous() or out.dtype != rows.dtype:
+        raise ValueError(f"out is contiguous {rows.dtype} [{rows.shape[0]}, {columns}]")
+    triton_pool_linear(rows.contiguous(), pool, used, first, bias, out)
+    return out

@@ -1,0 +1,1 @@
+"""The Triton kernels of expert_pool."""

@@ -1,0 +1,1 @@
+"""Products of tokens with the packed weights of their experts, on Hopper, in Gluon."""
