@@ -118,13 +118,14 @@ def _packed_experts(
 ) -> Tensor:
     if weights.shape != index.shape:
         weights = weights.gather(1, index.long())
-    has_bias = getattr(module, "has_bias", False)
-    names = ("gate_up_proj_bias" if _has_gate(module) else "up_proj_bias", "down_proj_bias")
-    biases = [getattr(module, name) if has_bias else None for name in names]
+    first_bias = second_bias = None
+    if getattr(module, "has_bias", False):
+        first_bias = module.gate_up_proj_bias if _has_gate(module) else module.up_proj_bias
+        second_bias = module.down_proj_bias
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     y = ops.packed_experts(
         x.to(first.stored_dtype), index, weights, first.packed, second.packed, first.stored[0],
-        _activation(module, first.stored_dtype), *biases, norm,
+        _activation(module, first.stored_dtype), first_bias, second_bias, norm,
     )  # fmt: skip
     return y.to(x.dtype)
 
@@ -145,15 +146,14 @@ def _has_gate(module: nn.Module) -> bool:
     return getattr(module, "has_gate", True)
 
 
-def _activation(module: Any, dtype: torch.dtype) -> Gate | Callable[[Tensor], Tensor]:
+def _activation(module: Any, dtype: torch.dtype) -> ops.Activation:
     """What is between the two products: a Gate that gives the bits of the module's own code, or that code."""
-    if not _has_gate(module):
-        return module.act_fn  # type: ignore[no-any-return]
-    gate = _gate_of(module, dtype)
-    return module._apply_gate if gate is None else gate
+    own: Callable[[Tensor], Tensor] = module._apply_gate if _has_gate(module) else module.act_fn
+    gate: Gate | None = _gate_of(module, dtype) if _has_gate(module) else None
+    return own if gate is None else gate
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _gate_of(module: nn.Module, dtype: torch.dtype) -> Gate | None:
     """The Gate of a module, found once for each; None for an activation that is of none of them."""
     gates = _own_gates.setdefault(module, {})
