@@ -24,11 +24,8 @@ from neuzip.runtime.hf.residency import is_compressed
 
 Tensor = torch.Tensor
 
-TEXTS = 128
-"""Texts of one token that are checked."""
-
 MOST_RUNS = 32
-"""Forward passes of a number of texts, of one text for example."""
+"""Forward passes of a number of texts, of one text for example: errors of a few tokens scatter."""
 
 PROMPT = 256
 """Tokens of the prompt that is checked."""
@@ -65,7 +62,8 @@ def require_logits(
     """
     checks: dict[str, list[LogitsCheck]] = {name: [] for name in forms}
     words = bf16.config.vocab_size
-    for ids, sizes in ((prompts(words, TEXTS, 1), batches), (prompts(words, 1, prompt), (1,))):
+    texts_of_one = prompts(words, max(MOST_RUNS, *batches), 1)
+    for ids, sizes in ((texts_of_one, batches), (prompts(words, 1, prompt), (1,))):
         texts = ids.to(input_device(bf16))
         routes = routes_of(bf16, texts)
         exact = exact_logits(bf16, texts, routes)
@@ -93,7 +91,7 @@ def routes_of(model: PreTrainedModel, ids: Tensor) -> list[Route]:
     """The routes that a model takes for texts, int64 [batch, tokens], of each layer."""
     with recorded(model) as calls:
         model(ids, use_cache=False, logits_to_keep=1)
-    return [route for route, in calls]
+    return [route for (route,) in calls]
 
 
 def logits_of(model: PreTrainedModel, ids: Tensor, routes: Sequence[Route], batch: int) -> Tensor:

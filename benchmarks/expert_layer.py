@@ -45,22 +45,23 @@ def layer_rows(
     device, rows = input_device(bf16), []
     with torch.cuda.stream(stream()) if device.type == "cuda" else nullcontext():
         for tokens in (1 << n for n in range(most_tokens.bit_length())):
-            x = torch.randn(tokens, bf16.config.hidden_size, device=device).to(bf16.dtype)
+            sample = torch.randn(max(tokens, SAMPLE), bf16.config.hidden_size, device=device).to(bf16.dtype)
+            errors = require_exact(sample, tokens, exact, *(each[0] for each in blocks.values()))
+            x = sample[:tokens]
             routes = [block.gate(x)[1:] for block in blocks["grouped_mm"]]
-            errors = require_exact(x, routes[0], exact, *(each[0].experts for each in blocks.values()))
-            calls = {
-                name: [experts_call(block.experts, x, *route) for block, route in zip(each, routes, strict=True)]
-                for name, each in blocks.items()
-            }
+            calls = {name: calls_of(each, x, routes) for name, each in blocks.items()}
             times = measured(bf16, calls, tokens, seconds)
             used = use_of([index for _, index in routes], len(exact.gate_up_proj))
             rows += rows_of(tokens, times, {"experts_in_use": round(used.experts, 1)} | errors)
     return rows
 
 
-def experts_call(experts: Any, x: Tensor, weights: Tensor, index: Tensor) -> Run:
-    """A call of a layer of experts on routes."""
-    return lambda: experts(x, index, weights)
+def calls_of(blocks: Sequence[Any], x: Tensor, routes: Sequence[tuple[Tensor, Tensor]]) -> list[Run]:
+    """A call of the experts of each layer on its route: weights and experts [tokens, k]."""
+    return [
+        lambda experts=block.experts, index=index, weights=weights: experts(x, index, weights)  # type: ignore[misc]
+        for block, (weights, index) in zip(blocks, routes, strict=True)
+    ]
 
 
 def measured(
@@ -109,14 +110,22 @@ def rows_of(tokens: int, times: dict[str, list[float]], facts: Row) -> list[Row]
     return rows
 
 
-def require_exact(x: Tensor, route: tuple[Tensor, Tensor], exact: Any, bf16: Any, packed: Any) -> Row:
-    """The errors of a layer of bf16 and of packed experts against fp64; exits if that of packed is too large."""
-    weights, index = route
-    sample = slice(0, SAMPLE)
-    expected = exact(x[sample].double(), index[sample], weights[sample].double())
-    base, error = (distance(e(x, index, weights)[sample], expected) for e in (bf16, packed))
+def require_exact(x: Tensor, tokens: int, exact: Any, bf16: Any, packed: Any) -> Row:
+    """The errors of layers of bf16 and of packed experts against fp64, `tokens` of x [rows, in] at a time.
+
+    Exits if the error of packed is more than SCATTER times that of bf16.
+    """
+    _, weights, index = bf16.gate(x)
+    first = slice(0, SAMPLE)
+    expected = exact(x[first].double(), index[first], weights[first].double())
+    parts = list(zip(*(each.split(tokens) for each in (x, index, weights)), strict=True))
+    base, error = (
+        distance(torch.cat([block.experts(*part) for part in parts])[first], expected)
+        for block in (bf16, packed)
+    )
     if not error <= SCATTER * base:
         raise SystemExit(
-            f"experts, {len(x)} tokens: the error of packed is {error:.2e}, that of bf16 {base:.2e}: not timed"
+            f"experts, {tokens} tokens: the error of packed is {error:.2e}, "
+            f"that of bf16 {base:.2e}: not timed"
         )
     return {"error": error, "bf16_error": base}
