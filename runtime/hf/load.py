@@ -29,7 +29,7 @@ from neuzip.runtime.hf.experts import prefer_ours
 from neuzip.runtime.hf.messages import OTHER_VERSION, quiet_transformers, refusal
 from neuzip.runtime.hf.model_files import model_tensors
 from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
-from neuzip.runtime.hf.residency import require_places
+from neuzip.runtime.hf.residency import require_expert_memory, require_places
 from neuzip.runtime.hf.stored_tensors import record_activations, stored_tensors
 from neuzip.runtime.kernel_prefetch import prefetch_kernels
 
@@ -51,6 +51,8 @@ def load_model(
     activations: str | Mapping[str, Any] | None = None,
     attention: bool = True,
     verify: bool = True,
+    expert_bytes: int | None = None,
+    expert_pool_bytes: int | None = None,
 ) -> PreTrainedModel:
     """Load the causal language model of a checkpoint, plain or compressed, in evaluation mode.
 
@@ -73,6 +75,11 @@ def load_model(
     If config.json records quantised attention, `attention` applies it and warns; False leaves attention
     unquantised. `verify` compares tensors with their checksums. neuzip never runs code from the folder.
 
+    Experts of the residency "ans" are decoded when they are used. `expert_bytes` is how many bytes of their
+    codes stay on the GPU. The other codes lie in page-locked memory of the host, and the GPU reads those of
+    the experts in use. None keeps all on the GPU. `expert_pool_bytes` limits the memory for decoded experts,
+    which all layers share; None is 1 GiB.
+
     Raises FormatError for damaged files; UsageError for a device that does not exist, a residency that the
     device does not support, and unknown activations; NeuzipError for a checkpoint without a causal language
     model, and for tensors that are missing, left over or of the wrong shape.
@@ -81,6 +88,7 @@ def load_model(
         raise UsageError(
             f"`attention={attention!r}`: is neither True nor False", "False leaves attention unquantised"
         )
+    require_expert_memory(residency, expert_bytes=expert_bytes, expert_pool_bytes=expert_pool_bytes)
     folder = resolve_source(path, parameter="path", note=log)
     is_map = isinstance(device, dict) or device in DEVICE_MAPS
     if is_map and find_spec("accelerate") is None:
@@ -91,7 +99,9 @@ def load_model(
     options: dict[str, Any] = {"device_map": device} if is_map else {}
     if residency != "dense" or activations is not None:
         kind = NeuzipConfig if place is None else PlacedConfig
-        options["quantization_config"] = kind(residency, activations)
+        options["quantization_config"] = kind(
+            residency, activations, expert_bytes=expert_bytes, expert_pool_bytes=expert_pool_bytes
+        )
         if place is not None:
             require_places(residency, [place])
     with FolderSource(folder) as source, quiet_transformers():

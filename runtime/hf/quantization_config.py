@@ -25,13 +25,21 @@ class NeuzipConfig(QuantizationConfigMixin):
 
     It works for any folder, plain or compressed by neuzip, and is not written to a checkpoint. `residency` is
     the in-memory weight format, "dense", "packed" or "ans", and `activations` how the inputs of ternary
-    layers are quantised: both as in `load_model`.
+    layers are quantised. `expert_bytes` and `expert_pool_bytes` are for experts of the residency "ans". All
+    are as in `load_model`.
 
     Raises UsageError for values that do not exist, and NeuzipError for a version of transformers that cannot
     do it.
     """
 
-    def __init__(self, residency: str = "dense", activations: str | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        residency: str = "dense",
+        activations: str | Mapping[str, Any] | None = None,
+        *,
+        expert_bytes: int | None = None,
+        expert_pool_bytes: int | None = None,
+    ) -> None:
         if residency != "dense":
             from neuzip.runtime.activations import Activations
             from neuzip.runtime.hf.residency import require_residency
@@ -43,6 +51,11 @@ class NeuzipConfig(QuantizationConfigMixin):
                 f"activations {activations!r}: the inputs of a dense model are not quantised",
                 "give the residency 'packed', which keeps ternary weights in 2 bits",
             )
+        if expert_bytes is not None or expert_pool_bytes is not None:
+            from neuzip.runtime.hf.residency import require_expert_memory
+
+            require_expert_memory(residency, expert_bytes=expert_bytes, expert_pool_bytes=expert_pool_bytes)
+        self.expert_bytes, self.expert_pool_bytes = expert_bytes, expert_pool_bytes
         self.quant_method = METHOD  # type: ignore[assignment]
         self.residency = residency
         self.activations = activations

@@ -30,7 +30,7 @@ from neuzip.errors import UsageError
 from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
-from neuzip.runtime.weights import CompressedWeight, WeightUse
+from neuzip.runtime.weights import AnsWeight, CompressedWeight, WeightUse
 from neuzip.runtime.weights.base import SMALLEST
 
 DTYPES = torch_dtypes_for("packed")
@@ -50,12 +50,15 @@ class MemoryUse:
     weights: int = 0
     dense_bytes: int = 0
     stored_bytes: int = 0
+    host_bytes: int = 0
+    """Bytes in memory of the host, of weights that run on a GPU."""
 
     def __add__(self, other: MemoryUse) -> MemoryUse:
         return MemoryUse(
             self.weights + other.weights,
             self.dense_bytes + other.dense_bytes,
             self.stored_bytes + other.stored_bytes,
+            self.host_bytes + other.host_bytes,
         )
 
 
@@ -153,6 +156,32 @@ def _compressed(weight: torch.Tensor, use: WeightUse, residency: str) -> Compres
     return RESIDENCIES[residency].weight_class.for_use(weight.contiguous(), use)
 
 
+def require_expert_memory(residency: str, **nbytes: int | None) -> None:
+    """Raise UsageError for bytes of experts, by their parameter, that a residency does not take."""
+    for parameter, value in nbytes.items():
+        if value is None:
+            continue
+        if type(value) is not int or value < 0:
+            raise UsageError(
+                f"`{parameter}={value!r}`: is no number of bytes", "give an int, such as 4 << 30"
+            )
+        if residency != "ans":
+            raise UsageError(
+                f"`{parameter}`: experts of the residency {residency!r} are not decoded to a pool",
+                "give `residency='ans'`, or leave it out",
+            )
+
+
+def offload_experts(weight: torch.Tensor, device_bytes: int) -> torch.Tensor:
+    """A parameter with its codes in host memory, if it holds experts coded by rANS; else as it is.
+
+    As many of the codes as fit into `device_bytes` stay where they are.
+    """
+    if not isinstance(weight, AnsWeight) or len(weight.stored) != 3:
+        return weight
+    return nn.Parameter(weight.offloaded(device_bytes), requires_grad=False)
+
+
 def is_compressed(weight: torch.Tensor) -> TypeGuard[CompressedWeight]:
     """Whether a parameter is kept in another residency than dense."""
     return isinstance(weight, CompressedWeight) and weight.residency != ""
@@ -165,7 +194,8 @@ def memory(model: nn.Module) -> ModelMemory:
     for parameter in model.parameters():
         nbytes = parameter.numel() * parameter.dtype.itemsize
         if is_compressed(parameter):
-            used[parameter.residency] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes)
+            host = parameter.host_bytes if isinstance(parameter, AnsWeight) else 0
+            used[parameter.residency] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes, host)
         else:
             used["dense"] += MemoryUse(parameter.numel(), nbytes, nbytes)
     for layer in set(bit_linears(model).values()):
