@@ -16,6 +16,7 @@ from expert_routes import Route, recorded, replayed
 from packed_linear import SCATTER, distance
 from torch import nn
 from transformers import PreTrainedModel
+from weight_laws import generator_on
 
 from neuzip.runtime.decode.agreement import Agreement, agreement_of_logits
 from neuzip.runtime.decode.benchmark import prompts
@@ -24,8 +25,11 @@ from neuzip.runtime.hf.residency import is_compressed
 
 Tensor = torch.Tensor
 
-MOST_RUNS = 32
+MOST_RUNS = 16
 """Forward passes of a number of texts, of one text for example: errors of a few tokens scatter."""
+
+SAMPLE = 32
+"""Tokens whose results of a layer of experts are checked."""
 
 PROMPT = 256
 """Tokens of the prompt that is checked."""
@@ -50,6 +54,44 @@ def require_same_weights(name: str, form: PreTrainedModel, bf16: PreTrainedModel
         expected = bf16.get_parameter(place)
         if not torch.equal(parameter.dense().view(torch.int16), expected.detach().view(torch.int16)):
             raise SystemExit(f"{name}, {place}: weights do not decode to the original ones: not timed")
+
+
+@dataclass(frozen=True)
+class ExpertsCheck:
+    """Errors of a layer of experts of a form and of bf16, for so many `tokens` at a time."""
+
+    tokens: int
+    error: float
+    bf16_error: float
+
+
+def require_experts(name: str, form: Any, bf16: Any, exact: Any, tokens: int) -> ExpertsCheck:
+    """The errors of the experts of a block of a form, `tokens` at a time, on routes of the block of bf16.
+
+    `exact` are the experts in fp64. Exits if the error is more than SCATTER times that of bf16.
+    """
+    x = made_up_states(bf16.experts, max(tokens, SAMPLE))
+    _, weights, index = bf16.gate(x)
+    first = slice(0, SAMPLE)
+    expected = exact(x[first].double(), index[first], weights[first].double())
+    parts = list(zip(*(each.split(tokens) for each in (x, index, weights)), strict=True))
+    error, base = (
+        distance(torch.cat([block.experts(*part) for part in parts])[first], expected)
+        for block in (form, bf16)
+    )
+    if not error <= SCATTER * base:
+        raise SystemExit(
+            f"{name}, experts, {tokens} tokens: the error is {error:.2e}, that of bf16 {base:.2e}: not timed"
+        )
+    return ExpertsCheck(tokens, error, base)
+
+
+def made_up_states(module: Any, tokens: int) -> Tensor:
+    """Made-up inputs of a layer, N(0, 1) [tokens, hidden], in the dtype and on the device of a module."""
+    parameter: Tensor = next(module.parameters())
+    size = tokens, module.config.hidden_size
+    generator = generator_on(parameter.device)
+    return torch.randn(size, device=parameter.device, generator=generator).to(parameter.dtype)
 
 
 @torch.no_grad()

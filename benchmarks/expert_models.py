@@ -61,8 +61,8 @@ CONFIGS: dict[str, Callable[[int], Qwen3MoeConfig | MixtralConfig]] = {QWEN: qwe
 def reduced(config: Qwen3MoeConfig | MixtralConfig) -> Qwen3MoeConfig | MixtralConfig:
     """The config of a model of the same layout that a CPU runs in milliseconds."""
     sizes = {
-        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
+        "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4,
         "num_experts_per_tok": 2,
     }  # fmt: skip
     return type(config)(**{**config.to_dict(), **sizes, "num_hidden_layers": 2})

@@ -131,7 +131,7 @@ def greedy_agreement(
 
 
 @dataclass(frozen=True)
-class ExpertUse:
+class RouteSpread:
     """How evenly tokens are routed, means over layers and steps.
 
     `experts` is how many experts have a token; `busiest` the tokens of the one with the most, as a multiple
@@ -142,15 +142,15 @@ class ExpertUse:
     busiest: float
 
 
-def use_of(indices: Sequence[Tensor], experts: int) -> ExpertUse:
+def use_of(indices: Sequence[Tensor], experts: int) -> RouteSpread:
     """How evenly tokens are routed, of the experts [tokens, k] of every layer and step."""
     counts = torch.stack([index.flatten().bincount(minlength=experts) for index in indices]).float()
     busiest = counts.amax(dim=1) / counts.mean(dim=1)
-    return ExpertUse(float((counts > 0).sum(dim=1).float().mean()), float(busiest.mean()))
+    return RouteSpread(float((counts > 0).sum(dim=1).float().mean()), float(busiest.mean()))
 
 
 @torch.no_grad()
-def use_in_steps(model: PreTrainedModel, texts: Tensor, new_tokens: int) -> ExpertUse:
+def use_in_steps(model: PreTrainedModel, texts: Tensor, new_tokens: int) -> RouteSpread:
     """How evenly the last `new_tokens` of texts, int64 [batch, tokens], are routed, a step at a time."""
     with recorded(model) as calls:
         model(texts, use_cache=False, logits_to_keep=1)

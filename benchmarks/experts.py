@@ -12,8 +12,8 @@ Forms are bf16 with transformers' `grouped_mm` (for one text also with `batched_
 what ratios are to), `packed`, and `ans` with one text. All decode with the same `GreedyDecoder`, whose steps
 are one CUDA graph, read the same random texts, and take turns.
 
-Nothing is timed before it is checked: weights decode bit for bit, and the logits of a form are at most 5 %
-further from fp64 than those of bf16, on the same routes. See expert_checks.py.
+Nothing is timed before it is checked: weights decode bit for bit; on the same routes, results of a layer of
+experts and logits are at most 5 % further from fp64 than those of bf16. See expert_checks.py.
 
 `layer` is one layer of experts without its router, for numbers of tokens up to 4,096, for whoever tunes: the
 calls of a case lie in one CUDA graph, each with the weights of another layer, so that none are in the L2.
@@ -42,12 +42,20 @@ from typing import Any
 
 import torch
 from expert_cases import AIMS, BATCHES, LAYERS, MODEL_NAMES, PREFILL
-from expert_checks import LogitsCheck, require_logits, require_same_weights
+from expert_checks import PROMPT as PROMPT_CHECKED
+from expert_checks import (
+    ExpertsCheck,
+    LogitsCheck,
+    in_fp64,
+    require_experts,
+    require_logits,
+    require_same_weights,
+)
 from expert_layer import layer_rows
 from expert_models import CONFIGS, made_up, reduced, upcycled
 from expert_routes import (
-    ExpertUse,
     GreedyAgreement,
+    RouteSpread,
     decoder_of,
     greedy_agreement,
     recorded,
@@ -62,8 +70,9 @@ from serving import prefill_times, step_times
 from transformers import AutoTokenizer, PreTrainedModel
 from weight_laws import LAWS
 
-from neuzip.runtime.decode.benchmark import free_memory, prompts
+from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, prompts, reset_peak
 from neuzip.runtime.decode.greedy import GreedyDecoder
+from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.residency import compress_parameters, memory
 
 Tensor = torch.Tensor
@@ -144,7 +153,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     sizes = (PREFILL, NEW_TOKENS, GREEDY_TOKENS)
     if arguments.small:
-        arguments.batches, sizes = [1, 2], (16, 3, 4)
+        arguments.batches, sizes = [1], (16, 3, 4)
     arguments.prefill, arguments.new_tokens, arguments.greedy_tokens = sizes
     if "ans" in arguments.forms and DEVICE.type != "cuda":
         print("ans: left out, as it needs a GPU")
@@ -178,7 +187,7 @@ def measured(arguments: argparse.Namespace, name: str, law: str) -> dict[str, li
     case = made(arguments, name, law)
     with timed("checked"):
         checks = checked(arguments, case)
-    results = {"logits": checks} | {section: sections[section](arguments, case) for section in selected}
+    results = {"checks": checks} | {section: sections[section](arguments, case) for section in selected}
     return results
 
 
@@ -207,19 +216,32 @@ def compressed(bf16: PreTrainedModel, residency: str) -> PreTrainedModel:
 
 
 def checked(arguments: argparse.Namespace, case: Case) -> list[Row]:
-    """Rows of the errors of logits; exits if a form fails a check."""
+    """Rows of the errors of one layer of experts and of logits; exits if a form fails a check."""
     for form, model in case.forms.items():
         require_same_weights(form, model, case.bf16)
-    checks = require_logits(case.forms, case.bf16, arguments.batches, min(256, arguments.prefill))
-    rows = [logits_row(case, form, check) for form, each in checks.items() for check in each]
+    rows = [
+        {**case.facts, "what": "error of experts", "by": form, **vars(check)}
+        for form, check in layer_checks(case, (*arguments.batches, arguments.prefill))
+    ]
+    checks = require_logits(case.forms, case.bf16, arguments.batches, min(PROMPT_CHECKED, arguments.prefill))
+    rows += [logits_row(case, form, check) for form, each in checks.items() for check in each]
     for row in rows:
-        print(
-            f"  {row['by']:8} error of logits, {row['tokens']:4} tokens at once: {row['error']:.2e}, "
-            f"{row['error'] / row['bf16_error']:.3f} of bf16's; "
-            f"likeliest of {row['judged']}: {row['same']} bf16's, {row['tied']} tied",
-            flush=True,
-        )
+        line = f"  {row['by']:8} {row['what']:16} {row['tokens']:5} tokens: {row['error']:.2e}, "
+        line += f"{row['error'] / row['bf16_error']:.3f} of bf16's"
+        if "judged" in row:
+            line += f"; likeliest of {row['judged']}: {row['same']} the same, {row['tied']} tied"
+        print(line, flush=True)
     return rows
+
+
+def layer_checks(case: Case, sizes: Sequence[int]) -> Iterator[tuple[str, ExpertsCheck]]:
+    """Errors of the first layer of experts; not of forms that run the model's own code, which rounds more."""
+    forms = {form: model for form, model in case.forms.items() if not has_single_experts(model)}
+    bf16 = case.bf16.model.layers[0].mlp
+    exact = in_fp64(bf16.experts)
+    for form, model in forms.items():
+        for tokens in sizes:
+            yield form, require_experts(form, model.model.layers[0].mlp, bf16, exact, tokens)
 
 
 def logits_row(case: Case, form: str, check: LogitsCheck) -> Row:
@@ -239,6 +261,8 @@ def decode(arguments: argparse.Namespace, case: Case) -> list[Row]:
     rows: list[Row] = []
     for batch in arguments.batches:
         forms = [form for form in (*DENSE, *case.forms) if batch == 1 or form in ("grouped_mm", "packed")]
+        if DEVICE.type != "cuda":  # only a graph goes on with what was set when it was captured
+            forms = [form for form in forms if form != "batched_mm"]
         texts = prompts(case.bf16.config.vocab_size, batch, PROMPT + arguments.new_tokens)
         with timed(f"batch {batch}, captured"):
             decoders = [captured(case, form, batch, texts.shape[1]) for form in forms]
@@ -287,26 +311,39 @@ def prefill(arguments: argparse.Namespace, case: Case) -> list[Row]:
     ]  # fmt: skip
 
 
-def use_facts(used: ExpertUse) -> Row:
+def use_facts(used: RouteSpread) -> Row:
     """How evenly tokens were routed, for a row."""
     return {"experts_in_use": round(used.experts, 1), "busiest": round(used.busiest, 2)}
 
 
 def in_memory(arguments: argparse.Namespace, case: Case) -> list[Row]:
-    """GB of the weights of every form."""
-    sizes = {
-        form: memory(model).total.stored_bytes / 1e9
-        for form, model in {DENSE[0]: case.bf16, **case.forms}.items()
-    }
-    return [row_of(case, "weights in memory", form, sizes, {"gb": size}) for form, size in sizes.items()]
+    """GB of the weights of every form, and what a decoder of one text takes at most beside them."""
+    models = {DENSE[0]: case.bf16, **case.forms}
+    sizes = {form: memory(model).total.stored_bytes / 1e9 for form, model in models.items()}
+    return [
+        row_of(case, "weights in memory", form, sizes, {"gb": sizes[form], "beside_gb": beside(model)})
+        for form, model in models.items()
+    ]
+
+
+def beside(model: PreTrainedModel) -> float:
+    """GB of the cache, of buffers and of results while a decoder of one text is captured and reads a prompt.
+
+    0 on a machine without a GPU, where nobody counts.
+    """
+    if DEVICE.type != "cuda":
+        return 0.0
+    free_memory()
+    reset_peak(DEVICE)
+    before = torch.cuda.memory_allocated()
+    decoder_of(model, 1, PROMPT + NEW_TOKENS).generate(prompts(model.config.vocab_size, 1, PROMPT), 2)
+    return ((peak_bytes(DEVICE) or 0) - before) / 1e9
 
 
 def layer(arguments: argparse.Namespace, case: Case) -> list[Row]:
-    """Microseconds of one layer of experts, for numbers of tokens; nothing without `packed`."""
-    if "packed" not in case.forms:
-        return []
+    """Microseconds of one layer of experts, for numbers of tokens."""
     with timed("layers of experts"):
-        rows = layer_rows(case.bf16, case.forms, arguments.seconds, 4 if arguments.small else 4096)
+        rows = layer_rows(case.bf16, case.forms, arguments.seconds, 2 if arguments.small else 4096)
     return [case.facts | row for row in rows]
 
 
@@ -362,7 +399,7 @@ def row_of(case: Case, what: str, form: str, values: dict[str, float], figures: 
     """A row with its ratio to the largest value of bf16, and its target if it has one; prints it."""
     ratio = values[form] / max(values[peer] for peer in DENSE if peer in values)
     row = {**case.facts, "what": what, "by": form, **figures, "ratio": ratio}
-    shown = f"{values[form]:12,.1f} {'GB' if 'gb' in figures else 'tokens/s'}"
+    shown = f"{values[form]:12,.2f} {'GB' if 'gb' in figures else 'tokens/s'}"
     line = f"  {what:18}{form:11}{shown:22}{ratio:6.3f}x"
     if (aim := AIMS.get((case.model, what, form))) is not None:
         row |= {"must": aim.must, "stretch": aim.stretch, "most": aim.most, "met": aim.met(ratio)}
@@ -372,6 +409,8 @@ def row_of(case: Case, what: str, form: str, values: dict[str, float], figures: 
             line += f", stretch {aim.stretch}: {'reached' if aim.stretched(ratio) else 'not reached'}"
     if "experts_in_use" in figures:
         line += f"  {figures['experts_in_use']} of {case.experts} experts, busiest {figures['busiest']}x"
+    if "beside_gb" in figures:
+        line += f"  {figures['beside_gb']:.2f} GB beside them"
     print(line, flush=True)
     return row
 
