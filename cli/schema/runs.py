@@ -76,6 +76,12 @@ OBJECTS: Mapping[str, Keys] = {
         gradient_norm               : Estimate or null - gradient norm of its parameters
         without                     : Comparison or null - the model without it; null if not finite
     """),
+    "LayerUse": keys_of("""
+        layer   : integer - number of the layer
+        name    : string - module of its experts
+        tokens  : list of integer - tokens that chose each expert
+        weights : list of number or null - sum of the routing weights of each expert; null if not seen
+    """),
     "Distances": keys_of("""
         mean           : list of list of number - angular distances: entry [n - 1][l] is from layer l to
         | layer l + n
@@ -214,6 +220,21 @@ COMMANDS: Mapping[str, Keys] = {
         mergekit          : string or null - the removal as a recipe for mergekit
         written           : Pruned or null - what was written
         plot              : string or null - picture that was written
+    """),
+    "experts": keys_of("""
+        src            : string - the model
+        text           : string - the text
+        tokens         : integer - tokens the model was run on
+        layers         : list of LayerUse - each layer with experts
+        window         : integer [tokens] - length of a window
+        windows        : integer - number of windows
+        special_tokens : string - special tokens in front of each window
+        device         : string - where the model ran
+        dtype          : string - dtype it computed in
+        seconds        : number [s] - wall time
+        versions       : map of string - versions of neuzip, Python, torch, transformers
+        output         : string or null - file of the counts that was written
+        plot           : string or null - picture that was written
     """),
     "ternarize": keys_of("""
         src            : string - the model

@@ -76,6 +76,7 @@ def test_greedy_tokens_are_those_of_the_dense_model(pair: Pair):
     assert_tied_at_most(dense, IDS, decoder.generate(IDS, NEW), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real graph is captured")
 def test_one_step_recorded_and_replayed_is_every_step():
     """No value is read by the host, so that a CUDA graph can hold a step."""
