@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuzip.errors import UsageError
-from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
+from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu, offloading_names
 
 SEEDS = range(-(1 << 63), 1 << 64)
 """What torch takes as a seed."""
@@ -39,6 +39,26 @@ def require_quantisable(activations: str | None, residency: str) -> str | None:
             "add `residency='packed'`, which keeps ternary weights in 2 bits",
         )
     return None
+
+
+def require_expert_memory(expert_memory: object, *residencies: str) -> None:
+    """Raise UsageError for a value that is no number of bytes, or that no residency heeds. None: no limit."""
+    if expert_memory is None:
+        return
+    if type(expert_memory) is not int or expert_memory < 0:
+        raise UsageError(
+            f"`expert_memory={expert_memory!r}`: is no number of bytes",
+            "give a whole number: 8589934592",
+        )
+    if not any(RESIDENCIES[name].offloads_experts for name in residencies if name in RESIDENCIES):
+        raise UsageError(
+            f"`expert_memory={expert_memory}` has no effect with {_named_residencies(residencies)}",
+            f"give {_named_residencies(offloading_names())}, whose experts a GPU can read from host memory",
+        )
+
+
+def _named_residencies(names: Sequence[str]) -> str:
+    return " or ".join(f"`residency={name!r}`" for name in names)
 
 
 def require_device(device: str, residency: str = "dense") -> None:

@@ -9,6 +9,7 @@ import transformers
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.runtime.requirements import require_expert_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,13 +26,20 @@ class NeuzipConfig(QuantizationConfigMixin):
 
     It works for any folder, plain or compressed by neuzip, and is not written to a checkpoint. `residency` is
     the in-memory weight format, "dense", "packed" or "ans", and `activations` how the inputs of ternary
-    layers are quantised: both as in `load_model`.
+    layers are quantised, and `expert_memory` the bytes of packed experts that stay on a GPU: all as in
+    `load_model`.
 
     Raises UsageError for values that do not exist, and NeuzipError for a version of transformers that cannot
     do it.
     """
 
-    def __init__(self, residency: str = "dense", activations: str | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        residency: str = "dense",
+        activations: str | Mapping[str, Any] | None = None,
+        *,
+        expert_memory: int | None = None,
+    ) -> None:
         if residency != "dense":
             from neuzip.runtime.activations import Activations
             from neuzip.runtime.hf.residency import require_residency
@@ -43,9 +51,11 @@ class NeuzipConfig(QuantizationConfigMixin):
                 f"activations {activations!r}: the inputs of a dense model are not quantised",
                 "give the residency 'packed', which keeps ternary weights in 2 bits",
             )
+        require_expert_memory(expert_memory, residency)
         self.quant_method = METHOD  # type: ignore[assignment]
         self.residency = residency
         self.activations = activations
+        self.expert_memory = expert_memory
         self.weights_file: str | None = None  # `transformers_weights` of the original's config.json
         from transformers import modeling_utils
         from transformers.quantizers.base import HfQuantizer
@@ -83,6 +93,7 @@ class NeuzipConfig(QuantizationConfigMixin):
 
     def __repr__(self) -> str:
         more = "" if self.activations is None else f", activations={self.activations!r}"
+        more += "" if self.expert_memory is None else f", expert_memory={self.expert_memory}"
         return f"{type(self).__name__}(residency={self.residency!r}{more})"
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from neuzip.runtime.activations import Activations
+    from neuzip.runtime.expert_memory import ExpertMemory
     from neuzip.runtime.weights import WeightUse
 
 
@@ -88,6 +89,8 @@ class CompressingQuantizer(HfQuantizer):
         self.residency = config.residency
         self.ternary_mode = "none"  # of ternary layers of which neither the config nor a config.json says one
         self._activations = config.activations
+        self._expert_memory = config.expert_memory
+        self._experts: ExpertMemory | None = None
         self._is_placed = isinstance(config, PlacedConfig)
         self.failure: Exception | None = None
         self.is_stored_compressed: bool = self.pre_quantized
@@ -100,11 +103,13 @@ class CompressingQuantizer(HfQuantizer):
 
     def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         """Raise UsageError for places where weights of this residency cannot lie."""
-        from neuzip.runtime.hf.residency import expanded, require_places
+        from neuzip.runtime.hf.residency import expanded, require_expert_places, require_places
 
         is_open = isinstance(device_map, str)  # asked again when it has become places
         if not (is_open or self._is_placed):
-            require_places(self.residency, expanded(device_map or {"": "cpu"}))
+            places = list(expanded(device_map or {"": "cpu"}))
+            require_places(self.residency, places)
+            require_expert_places(self._expert_memory, places)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the model. Raises UsageError for one whose weights are not compressed in memory."""
@@ -144,10 +149,16 @@ class CompressingQuantizer(HfQuantizer):
         return _compression(self)
 
     def preprocess_model(self, model: PreTrainedModel, dtype: object = None, **_: object) -> None:
-        """Find the parameters that can be compressed; modules stay as they are."""
-        from neuzip.runtime.hf.residency import compressible
+        """Find the parameters that can be compressed; modules stay as they are.
+
+        Raises UsageError for a limit on the memory of experts where there are none.
+        """
+        from neuzip.runtime.expert_memory import ExpertMemory
+        from neuzip.runtime.hf.residency import compressible, require_experts
 
         self._uses = compressible(model)
+        require_experts(model, self._uses, self._expert_memory)
+        self._experts = None if self._expert_memory is None else ExpertMemory(self._expert_memory)
         model.is_quantized = True  # type: ignore[assignment]
         model.quantization_method = METHOD  # type: ignore[assignment]
 
@@ -169,7 +180,7 @@ class CompressingQuantizer(HfQuantizer):
             if not use.looked_up and self.activations(model).at(name.rpartition(".")[0]) != "none":
                 return weight
             weight = weight.dense()
-        return compress(weight, use, self.residency)
+        return compress(weight, use, self.residency, self._experts, name)
 
     def activations(self, model: PreTrainedModel) -> Activations:
         """How inputs of ternary layers are quantised: by the config, config.json or `ternary_mode`."""
