@@ -17,6 +17,9 @@ import torch
 _PORTABLE, _MAPPED = 1, 2
 """Flags of cuMemHostAlloc: for all GPUs of the process, and with an address there."""
 
+_UNUSED: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
+"""Contexts and addresses of memory that is to be freed."""
+
 
 def pinned_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A contiguous copy of a tensor in pinned host memory, complete on return. `device` is a GPU.
@@ -53,11 +56,16 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _free(driver: Any, context: ctypes.c_void_p, address: ctypes.c_void_p) -> None:
-    """Free pinned memory in its context, whatever thread lets go of it last."""
-    driver.cuCtxPushCurrent_v2(context)
-    driver.cuCtxSynchronize()  # kernels may still read it
-    driver.cuMemFreeHost(address)
-    driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    """Free pinned memory in its context, whichever thread drops it last. A capture has to end first."""
+    _UNUSED.append((context, address))
+    if torch.cuda.is_current_stream_capturing():
+        return
+    while _UNUSED:
+        context, address = _UNUSED.pop()
+        driver.cuCtxPushCurrent_v2(context)
+        driver.cuCtxSynchronize()  # kernels may still read it
+        driver.cuMemFreeHost(address)
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def _name(driver: Any, error: int) -> str:

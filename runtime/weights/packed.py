@@ -110,9 +110,7 @@ class PackedWeight(CompressedWeight):
     def _elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
         moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in ARRAYS[1:]}
         device = moved["far_index"].device
-        if (
-            self.host_bytes and device.type == "cuda"
-        ):  # what does not fit into one GPU is for no other, either
+        if self.host_bytes and device.type == "cuda":  # what did not fit into a GPU stays in host memory
             words = pinned_copy(self.words, device)
         else:
             words = move(self.words)
