@@ -65,7 +65,7 @@ ExpertMemoryOption = Annotated[
     typer.Option(
         "--expert-memory",
         metavar="SIZE",
-        help="Packed experts on the GPU: at most SIZE, as in 8GiB; the others stay in host memory",
+        help="Experts on the GPU: at most SIZE, as in 8GiB; the others stay in host memory",
         show_default=False,
     ),
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from neuzip.formats.container import header_room
 from neuzip.formats.manifest import Manifest
 from neuzip.formats.records import LosslessRecord, RawRecord
 
+from .globs import matches
 from .pieces import digest
 from .rules import Rule, choose
 from .scheme import Scheme
@@ -163,7 +163,7 @@ def choose_schemes(source: TensorSource, rules: Sequence[Rule]) -> list[PlannedT
 def require_matches(rules: Sequence[Rule], names: Sequence[str]) -> None:
     """Raise NeuzipError for a rule that no tensor's name matches: most likely a slip of the pen."""
     for rule in rules:
-        if rule.match != "*" and not any(fnmatchcase(name, rule.match) for name in names):
+        if rule.match != "*" and not any(matches(name, rule.match) for name in names):
             usual = "neuzip inspect SRC lists the names; correct the glob or leave it out"
             hint = codec_for(rule.scheme).hint_without_match(rule.match) or usual
             raise NeuzipError(f"no tensor is called anything like {rule.match!r}", hint)

@@ -70,6 +70,7 @@ CHECKS: tuple[Conflict | Requirement, ...] = (
     Requirement("ternary_packing", "ternary", "`ternary=True`", _WITH_TERNARY),
     Requirement("text", TARGET, "a target", _WITH_TARGET),
     Requirement("sensitivity", TARGET, "a target", _WITH_TARGET),
+    Requirement("expert_use", TARGET, "a target", _WITH_TARGET),
     Conflict(
         "base", ("mantissa_bits", "bits_for", "plan", "rules", "ternary", TARGET),
         "a delta is always exact: leave them out",
@@ -85,6 +86,7 @@ class CompressRequest:
     bits_for       mantissa bits by glob, as "GLOB=K"
     block_size     weights that share a per-block scale, in decimal digits, or "none"
     ternary_group  weights that share a scale, in decimal digits, or "row" or "tensor"
+    expert_use     file of how often experts are chosen, or "auto" or "none"
     target         name of the parameter that sets a target, such as "max_kld"; None without one
     """
 
@@ -104,6 +106,7 @@ class CompressRequest:
     target: str | None = None
     text: str | os.PathLike[str] | None = None
     sensitivity: Sensitivity = "auto"
+    expert_use: str | os.PathLike[str] = "auto"
     base: str | os.PathLike[str] | None = None
 
     def parameters(self) -> dict[str, object]:

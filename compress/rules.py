@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from neuzip.errors import UsageError
 from neuzip.formats.records import is_block_size
 
+from .globs import matches
 from .scheme import Scheme
 from .schemes.lossless import LOSSLESS
 from .schemes.raw import RAW
@@ -116,6 +116,6 @@ def choose(rules: Iterable[Rule], name: str, dimensions: int) -> Scheme:
     ('lossless', 'k=3')
     """
     for rule in rules:
-        if dimensions >= rule.min_dimensions and fnmatchcase(name, rule.match):
+        if dimensions >= rule.min_dimensions and matches(name, rule.match):
             return rule.scheme
     return LOSSLESS

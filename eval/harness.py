@@ -73,7 +73,7 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
     """A checkpoint that neuzip loads, plain or compressed, as a backend of lm-evaluation-harness.
 
     `pretrained` is a folder or a Hub id; `residency` is how weights are kept in memory: dense, packed or ans;
-    `expert_memory` is what packed experts may take of a GPU in bytes, None for no limit. `device` None is a
+    `expert_memory` is what experts may take of a GPU in bytes, None for no limit. `device` None is a
     GPU if there is any; `device_map`, or `parallelize` for "auto", spreads the model over several;
     `batch_size` auto feeds about 16,384 tokens at once. The other options are those of the backend `hf`.
     `on_requests` is told of requests answered; with it there are no bars of the harness. Raises NeuzipError,

@@ -102,6 +102,7 @@ def compress_checkpoint(
     target_size: int | str | None = None,
     text: str | os.PathLike[str] | None = None,
     sensitivity: Sensitivity = "auto",
+    expert_use: str | os.PathLike[str] = "auto",
     drop_layers: int | Literal["auto"] = 0,
     base: Source | None = None,
     device: AnyDevice = "auto",
@@ -130,7 +131,9 @@ def compress_checkpoint(
     token, `max_ppl_increase` an increase of perplexity such as "0.5%", and `target_size` the size of the
     weight files in bytes or as "60%" or "6GiB". `text` is what to measure on: a UTF-8 file, a folder of them,
     a dataset of the Hub, or "demo", the default. `sensitivity` is how the loss due to each tensor is
-    estimated: "measured", "fisher" or "weights". `drop_layers` is how many whole layers to drop. "auto" drops
+    estimated: "measured", "fisher" or "weights". `expert_use` gives rarely chosen experts of a mixture fewer
+    bits: "auto" counts how often each is chosen on the text, a file of `neuzip experts --output` says it, and
+    "none" treats all experts of a layer alike. `drop_layers` is how many whole layers to drop. "auto" drops
     as many as make the result smaller, or closer to the original for `target_size`.
 
     `base` is the checkpoint that `source` was made from: the result is a delta, which stores the difference
@@ -150,7 +153,9 @@ def compress_checkpoint(
     >>> result.ratio < 0.5, result.target is None
     (True, True)
     """
-    require_paths(source=source, destination=destination, plan=plan or "", text=text or "")
+    require_paths(
+        source=source, destination=destination, plan=plan or "", text=text or "", expert_use=expert_use
+    )  # fmt: skip
     require_one_of((*get_args(Activations), None), activations=activations)
     require_one_of(get_args(Sensitivity), sensitivity=sensitivity)
     goal = _goal(max_kld, max_ppl_increase, target_size)
@@ -160,7 +165,8 @@ def compress_checkpoint(
         exclude=as_list("exclude", exclude), plan=plan, rules=rules, ternary=ternary,
         ternary_quantizer=ternary_quantizer, ternary_group=str(ternary_group),
         ternary_packing=ternary_packing, activations=activations, allow_destructive=allow_destructive,
-        target=None if goal is None else goal.parameter, text=text, sensitivity=sensitivity, base=base,
+        target=None if goal is None else goal.parameter, text=text, sensitivity=sensitivity,
+        expert_use=expert_use, base=base,
     )  # fmt: skip
     request.refuse_conflicts()
     if drop_layers:
@@ -176,7 +182,7 @@ def compress_checkpoint(
     if goal is not None:
         delivered = _reach(
             goal, path, dst, rules, block_size, None if text is None else os.fspath(text), sensitivity,
-            drop_layers, device, jobs, verify, overwrite,
+            expert_use, drop_layers, device, jobs, verify, overwrite,
         )  # fmt: skip
         return CompressionResult(**vars(delivered.report), target=delivered)
     coder = choose(device, weight_bytes(path))
@@ -399,6 +405,7 @@ def _reach(
     block_size: int | None,
     text: str | None,
     sensitivity: Sensitivity,
+    expert_use: str | os.PathLike[str],
     drop_layers: DropLayers,
     device: AnyDevice,
     jobs: int | None,
@@ -412,7 +419,7 @@ def _reach(
     search = prepare_search(
         goal, path, dst, rules, block_size=block_size,
         text=text_for(goal, sensitivity, text, needed=drop_layers != 0), sensitivity=sensitivity,
-        device=device, jobs=jobs, overwrite=overwrite, drop_layers=drop_layers,
+        device=device, jobs=jobs, overwrite=overwrite, drop_layers=drop_layers, expert_use=expert_use,
     )  # fmt: skip
     return compress_to_target(
         search.request, search.text, search.baseline, unseen,

@@ -142,7 +142,7 @@ def evaluate(
     `max_tokens` limits the evaluation to the first tokens of the text. `device_map` spreads each model over
     all GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
     `activations`, `kv_bits` and `attention` apply to the model of `source`, not to the original.
-    `expert_memory` limits the bytes of packed experts on a GPU, as in `load_model`.
+    `expert_memory` limits the bytes of experts on a GPU, as in `load_model`.
 
     The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
     token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for

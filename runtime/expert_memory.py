@@ -1,52 +1,42 @@
-"""Which packed experts stay on a GPU, and which have their words in pinned host memory.
+"""Which compressed experts stay on a GPU, and which are read from pinned host memory.
 
     memory = ExpertMemory(8 << 30)
-    weight = memory.placed(weight, name)    for each parameter [experts, out, in], when it has been packed
+    weight = memory.placed(weight, name)    for each parameter [experts, out, in], when it is compressed
 
-A parameter stays if it fits beside those that stay already. So a GPU never holds more than the limit, the
-parameter that is being packed, and of those in host memory what is read with other loads than words: about
-4 % of them.
+What fits beside those before it stays. So a GPU never holds more than the limit, the parameter that is being
+compressed, and of those in host memory the indexes, a few per cent of them, which count as far as there is
+room.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from typing import TypeVar
 
 import torch
 
 from neuzip.errors import NeuzipError
-from neuzip.runtime.weights.packed import PackedWeight
+from neuzip.runtime.weights.base import CompressedWeight
+
+Weight = TypeVar("Weight", bound=CompressedWeight)
 
 
 class ExpertMemory:
-    """Places packed experts: `limit` bytes of them on each GPU, in the order in which they come."""
+    """Places compressed experts: `limit` bytes of them on each GPU, in the order in which they come."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._used: dict[torch.device, int] = defaultdict(int)
-        self._host_bytes = 0
+        self._left: dict[torch.device, int] = {}
 
-    def fits(self, nbytes: int, device: torch.device) -> bool:
-        """Whether so many bytes stay on a GPU. If so, they count from now on."""
-        if self._used[device] + nbytes > self.limit:
-            return False
-        self._used[device] += nbytes
-        return True
-
-    def placed(self, weight: PackedWeight, name: str) -> PackedWeight:
-        """The experts of a parameter, where they are to be.
+    def placed(self, weight: Weight, name: str) -> Weight:
+        """The experts of the parameter `name`, where they are to be.
 
         Raises NeuzipError where there is no more pinned host memory.
         """
-        if self.fits(weight.stored_bytes, weight.packed.device):
-            return weight
+        device = weight.device
+        left = self._left.setdefault(device, self.limit)
         try:
-            weight = weight.in_host_memory()
-        except MemoryError as error:
-            raise NeuzipError(
-                f"{name}: `expert_memory={self.limit}` moves these experts to host memory, behind"
-                f" {self._host_bytes:,} bytes of others, and there is none left: {error}",
-                "give a larger `expert_memory`, or free host memory, which containers and `ulimit -l` limit",
-            ) from error
-        self._host_bytes += weight.host_bytes
+            weight = weight.offloaded(left)
+        except NeuzipError as error:
+            raise NeuzipError(f"{name}: {error.message}", error.hint) from error
+        self._left[device] = max(0, left - weight.stored_bytes)
         return weight

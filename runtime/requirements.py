@@ -43,17 +43,30 @@ def require_quantisable(activations: str | None, residency: str) -> str | None:
 
 def require_expert_memory(expert_memory: object, *residencies: str) -> None:
     """Raise UsageError for a value that is no number of bytes, or that no residency heeds. None: no limit."""
-    if expert_memory is None:
+    _require_bytes("expert_memory", expert_memory)
+    if expert_memory is None or any(RESIDENCIES[name].offloads_experts for name in residencies):
         return
-    if type(expert_memory) is not int or expert_memory < 0:
+    raise UsageError(
+        f"`expert_memory={expert_memory}` has no effect with {_named_residencies(residencies)}",
+        f"give {_named_residencies(offloading_names())}, whose experts a GPU can read from host memory",
+    )
+
+
+def require_expert_pool(expert_pool_bytes: object, residency: str) -> None:
+    """Raise UsageError for a value that is no number of bytes, or with a residency that has no such pool."""
+    _require_bytes("expert_pool_bytes", expert_pool_bytes)
+    if expert_pool_bytes is not None and residency != "ans":
         raise UsageError(
-            f"`expert_memory={expert_memory!r}`: is no number of bytes",
-            "give a whole number: 8589934592",
+            f"`expert_pool_bytes={expert_pool_bytes}`: experts of `residency={residency!r}` are not decoded "
+            "to a pool",
+            "give `residency='ans'`, or leave it out",
         )
-    if not any(RESIDENCIES[name].offloads_experts for name in residencies if name in RESIDENCIES):
+
+
+def _require_bytes(parameter: str, value: object) -> None:
+    if value is not None and (type(value) is not int or value < 0):
         raise UsageError(
-            f"`expert_memory={expert_memory}` has no effect with {_named_residencies(residencies)}",
-            f"give {_named_residencies(offloading_names())}, whose experts a GPU can read from host memory",
+            f"`{parameter}={value!r}`: is no number of bytes", "give a whole number, such as 8589934592"
         )
 
 

@@ -66,6 +66,7 @@ RESIDENCIES: dict[str, ResidencyEntry] = {
         gpu="compute capability 8.0 and later",
         cpu="",
         weight="neuzip.runtime.weights.ans:AnsWeight",
+        offloads_experts=True,
     ),
 }
 """Each residency by its name."""

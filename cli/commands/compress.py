@@ -45,8 +45,8 @@ GROUPS = {
         "mantissa_bits", "bits_for", "block_size", "plan", "include", "exclude",
     ),
     "Choose precision automatically": (
-        "max_kld", "max_ppl_increase", "target_size", "text", "sensitivity", "drop_layers",
-        "attention",
+        "max_kld", "max_ppl_increase", "target_size", "text", "sensitivity", "expert_use",
+        "drop_layers", "attention",
     ),
     "Ternary weights": (
         "ternary", "ternary_quantizer", "ternary_group", "ternary_packing", "activations",
@@ -60,6 +60,7 @@ GROUPS = {
 NEEDS = {
     "--text": (*TARGETS, "--attention"),
     "--sensitivity": TARGETS,
+    "--expert-use": TARGETS,
     "--drop-layers": TARGETS,
     "--block-size": ("--mantissa-bits", "--bits-for", *TARGETS),
     "--ternary-quantizer": ("--ternary",),
@@ -144,6 +145,14 @@ DropLayersOption = Annotated[
         " with --target-size, comes closer to the original",
     ),
 ]
+ExpertUseOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none|FILE",
+        help="Give rarely chosen experts of a mixture fewer bits. auto: count on the text how often each is"
+        " chosen. FILE: as neuzip experts counted. none: treat all alike",
+    ),
+]
 StreamOption = Annotated[
     bool,
     typer.Option(
@@ -218,6 +227,7 @@ def command(
     target_size: TargetSizeOption = None,
     text: TextOption = None,
     sensitivity: SensitivityOption = "auto",
+    expert_use: ExpertUseOption = "auto",
     drop_layers: DropLayersOption = "none",
     ternary: TernaryOption = False,
     ternary_quantizer: QuantizerOption = "absmean",
@@ -259,6 +269,7 @@ def command(
         ternary_group=ternary_group, ternary_packing=ternary_packing, activations=activations,
         allow_destructive=allow_destructive, target=None if goal is None else goal.parameter,
         text=text if attention is None else None, sensitivity=sensitivity,
+        expert_use=expert_use,
     )  # fmt: skip
     with joined_ranks() as ranks:
         run(

@@ -165,6 +165,7 @@ def _compress_to_target(
             goal, path, options.dst, rules, block_size=block_size_of(options.request.block_size), text=text,
             sensitivity=options.request.sensitivity, device=options.device, jobs=options.jobs,
             overwrite=options.overwrite, dry_run=options.dry_run, drop_layers=drop_layers,
+            expert_use=options.request.expert_use,
         )  # fmt: skip
         show_method(out, search)
     if options.dry_run:

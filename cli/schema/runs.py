@@ -77,6 +77,12 @@ OBJECTS: Mapping[str, Keys] = {
         gradient_norm               : Estimate or null - gradient norm of its parameters
         without                     : Comparison or null - the model without it; null if not finite
     """),
+    "LayerUse": keys_of("""
+        layer   : integer - number of the layer
+        name    : string - module of its experts
+        tokens  : list of integer - tokens that chose each expert
+        weights : list of number or null - sum of the routing weights of each expert; null if not seen
+    """),
     "Distances": keys_of("""
         mean           : list of list of number - angular distances: entry [n - 1][l] is from layer l to
         | layer l + n
@@ -176,7 +182,7 @@ COMMANDS: Mapping[str, Keys] = {
         new_tokens    : integer - tokens generated
         rounds        : integer - runs of which medians are taken
         compiled      : boolean - whether steps were compiled
-        expert_memory : integer or null [bytes] - packed experts on the GPU at most
+        expert_memory : integer or null [bytes] - experts on the GPU at most
         rows          : list of SpeedRow - each in-memory format and batch size
         dtype         : string - dtype the model computed in
         device        : string - where it ran
@@ -217,6 +223,21 @@ COMMANDS: Mapping[str, Keys] = {
         mergekit          : string or null - the removal as a recipe for mergekit
         written           : Pruned or null - what was written
         plot              : string or null - picture that was written
+    """),
+    "experts": keys_of("""
+        src            : string - the model
+        text           : string - the text
+        tokens         : integer - tokens the model was run on
+        layers         : list of LayerUse - each layer with experts
+        window         : integer [tokens] - length of a window
+        windows        : integer - number of windows
+        special_tokens : string - special tokens in front of each window
+        device         : string - where the model ran
+        dtype          : string - dtype it computed in
+        seconds        : number [s] - wall time
+        versions       : map of string - versions of neuzip, Python, torch, transformers
+        output         : string or null - file of the counts that was written
+        plot           : string or null - picture that was written
     """),
     "ternarize": keys_of("""
         src            : string - the model

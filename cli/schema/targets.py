@@ -21,6 +21,7 @@ OBJECTS: Mapping[str, Keys] = {
         schemes          : map of integer or null - number of tensors of each scheme
         estimated_groups : integer or null - groups of tensors whose sensitivity was estimated from the
         | weights alone
+        experts          : list of ExpertsOfUse or null - experts of a mixture by how often they are chosen
         trials           : list of Trial or null - plans that were tried; the last one was taken
         dropped_layers   : list of integer - layers that were dropped
         drops            : Drops or null - predictions for --drop-layers
@@ -32,6 +33,12 @@ OBJECTS: Mapping[str, Keys] = {
         predicted_kld : number [nats per token] - predicted mean KL divergence
         bytes         : integer [bytes] - size of the weight files
         comparison    : Comparison or null - compared with the original; null without a text or if not finite
+    """),
+    "ExpertsOfUse": keys_of("""
+        use             : string - hot, usual, cold or unused
+        experts         : integer - experts of this class in all layers
+        token_share     : number - share of the choices of all routers that fell on them
+        bits_per_weight : number [bits] - predicted stored bits per weight
     """),
     "Drops": keys_of("""
         singles  : list of Drop - each layer left out alone

@@ -10,19 +10,25 @@ from neuzip.cli.show.schemes import legend
 from neuzip.cli.text import bytes_text, count_text, percent_text
 
 if TYPE_CHECKING:
+    from neuzip.eval.measures.expert_figures import ExpertFigures
     from neuzip.eval.measures.histograms import Inspection, TensorFigures
 
-SPARE = ("sign", "mant", "joint", "stored", "predicted", "dtype", "exp", "shape", "max error", "scheme")
+SPARE = (
+    "sign", "mant", "joint", "of experts", "stored", "predicted", "dtype", "exp", "shape", "max error",
+    "scheme",
+)  # fmt: skip
 """Columns that a narrow window does without, the first one first."""
 
 
 def show_inspection(out: Output, inspection: Inspection) -> None:
+    from neuzip.eval.measures.expert_figures import ExpertFigures, sum_up_experts
     from neuzip.eval.measures.histograms import visible
 
+    tensors = sum_up_experts(inspection.tensors)
     stored = "stored" if inspection.compressed else "predicted"
     columns = ["tensor", "dtype", "shape", "scheme", "sign", "exp", "mant", "joint", "bound", stored, "ratio"]
     lines = []
-    for t in inspection.tensors:
+    for t in tensors:
         e = t.entropies
         entropies = (e.sign, e.exponent, e.mantissa, e.joint) if e is not None else (None,) * 4
         lines.append(
@@ -30,10 +36,17 @@ def show_inspection(out: Output, inspection: Inspection) -> None:
              *("-" if bits is None else f"{bits:.2f}" for bits in entropies), *_sizes(t)]
         )  # fmt: skip
     of = "" if inspection.weight_bytes is None else "weight files: "
-    lines.append([f"{of}{count_text(len(lines), 'tensor')}", *[""] * 7, *_sizes(inspection)])
+    count = count_text(len(inspection.tensors), "tensor")
+    lines.append([f"{of}{count}", *[""] * 7, *_sizes(inspection)])
+    has_experts = any(isinstance(t, ExpertFigures) for t in tensors)
+    if has_experts:
+        columns.append("of experts")
+        for line, t in zip(lines, tensors, strict=False):
+            line.append(_range(t) if isinstance(t, ExpertFigures) else "-")
+        lines[-1].append("")
     if inspection.lossy:
         columns.append("max error")
-        for line, t in zip(lines, inspection.tensors, strict=False):
+        for line, t in zip(lines, tensors, strict=False):
             line.append("-" if t.loss is None else percent_text(t.loss.max_relative, 1))
         lines[-1].append("")
     *rows, total = lines
@@ -45,6 +58,9 @@ def show_inspection(out: Output, inspection: Inspection) -> None:
         out.text(note)
     out.text("Entropies in bits per weight; bound and ratio as shares of the original size.")
     out.text("Bound: entropy of the exponents, plus sign and used mantissa bits uncompressed.")
+    if has_experts:
+        out.text("* is any expert: the experts of a layer share a row, with mean entropies. Of experts: the")
+        out.text("smallest and the largest ratio of one of them. --json lists every tensor.")
     if inspection.weight_bytes is not None:
         out.text("The last row includes the headers of the files, as `neuzip compress` does.")
     if any(t.scheme.startswith("ternary") for t in inspection.tensors):
@@ -58,6 +74,12 @@ def _sizes(of: TensorFigures | Inspection) -> list[str]:
     """Bound, stored size and ratio: of a tensor, or of all."""
     bound = "-" if of.bound_bytes is None else percent_text(of.bound_bytes, of.nbytes)
     return [bound, bytes_text(of.after_bytes), percent_text(of.after_bytes, of.before_bytes)]
+
+
+def _range(experts: ExpertFigures) -> str:
+    """The smallest and the largest ratio of an expert."""
+    least, largest = (percent_text(ratio, 1) for ratio in (experts.least_ratio, experts.largest_ratio))
+    return least if least == largest else f"{least.removesuffix(' %')} to {largest}"
 
 
 def can_show(characters: str) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from neuzip.eval.layers.drops import Drop
     from neuzip.eval.measures.estimates import Estimate
     from neuzip.eval.plans.deliver import TargetResult
-    from neuzip.eval.plans.plan_trials import SearchResult, Trial
+    from neuzip.eval.plans.plan_trials import ExpertsOfUse, SearchResult, Trial
     from neuzip.eval.plans.target_request import PreparedSearch
     from neuzip.eval.plans.target_values import CompressionTarget
 
@@ -79,6 +79,8 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
         if solution.estimated:
             groups = count_text(solution.estimated, "group")
             out.status(f"{groups} of tensors estimated from their weights alone")
+    if solution is not None and solution.experts:
+        _show_experts(out, solution.experts)
     if search.request.drop_layers:
         _show_layers(out, search, result)
     if not result.holds:
@@ -89,6 +91,17 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
             else "measurements of this model may not repeat exactly; a stricter target leaves room",
         )
     out.text()
+
+
+def _show_experts(out: Output, experts: Sequence[ExpertsOfUse]) -> None:
+    """What experts get, by how often they are chosen."""
+    columns = ["experts", "number", "share of choices", "bits/weight"]
+    out.text()
+    out.table(
+        columns,
+        [[e.use, e.experts, f"{e.token_share:.1%}", f"{e.bits_per_weight:.2f}"] for e in experts],
+        right=columns[1:],
+    )
 
 
 def _show_layers(out: Output, search: PreparedSearch, result: TargetResult) -> None:
@@ -207,6 +220,7 @@ def target_json(
         "predicted_kld": None if solution is None or request.method == "weights" else solution.predicted_kld,
         "schemes": None if solution is None else dict(solution.schemes),
         "estimated_groups": None if solution is None else solution.estimated,
+        "experts": None if solution is None else solution.experts,
         "trials": None if solution is None else solution.trials,
         "dropped_layers": () if result is None else result.dropped,
         "drops": None if solution is None else solution.drops,

@@ -19,13 +19,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from neuzip.compress import Rule, make_plan
+from neuzip.compress.globs import matches
 from neuzip.compress.rules import LOSSLESS, RAW
 from neuzip.compress.schemes import codec_of, describe
 from neuzip.compress.sources.folder import FolderSource
@@ -332,7 +332,7 @@ def select(source: FolderSource, globs: Sequence[str] = ()) -> list[SourceTensor
     tensors = list(source.tensors())
     if not globs:
         return tensors
-    chosen = [t for t in tensors if any(fnmatchcase(n, g) for g in globs for n in (t.name, _place(t)))]
+    chosen = [t for t in tensors if any(matches(n, g) for g in globs for n in (t.name, _place(t)))]
     if not chosen:
         raise NeuzipError(
             f"{source.checkpoint.path}: no tensor matches {' or '.join(globs)}",

@@ -33,19 +33,46 @@ def ignore_progress(_: int) -> None:
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """One scheme for a group: its bytes when stored, and the squared error as a share of the squares."""
+    """One scheme for some tensors: their bytes when stored, and what rounding does to them.
+
+    `squares` is the sum of the squared errors, `original_squares` that of the weights that have errors.
+    """
 
     scheme: Scheme
     nbytes: int
-    relative_error: float
+    squares: float
+    original_squares: float = 1.0
+
+    @property
+    def relative_error(self) -> float:
+        """The squared error as a share of the squares."""
+        return self.squares / (self.original_squares or 1.0)
 
 
 @dataclass(frozen=True)
 class GroupCandidates:
-    """A group and its choices, the lossless one first, then ever fewer mantissa bits."""
+    """A group and its choices, the lossless one first, then ever fewer mantissa bits.
+
+    `of_tensors` are the choices of each of its tensors, of which those of the group are the sums.
+    """
 
     group: TensorGroup
     choices: tuple[SchemeChoice, ...]
+    of_tensors: tuple[tuple[SchemeChoice, ...], ...] = ()
+
+    @classmethod
+    def of(cls, group: TensorGroup, of_tensors: Sequence[tuple[SchemeChoice, ...]]) -> GroupCandidates:
+        """The candidates of a group, from the choices of its tensors, which have the same schemes."""
+        choices = [
+            SchemeChoice(
+                same[0].scheme,
+                sum(choice.nbytes for choice in same),
+                sum(choice.squares for choice in same),
+                sum(choice.original_squares for choice in same),
+            )
+            for same in zip(*of_tensors, strict=True)
+        ]
+        return cls(group, tuple(choices), tuple(of_tensors))
 
 
 def predict_candidates(
@@ -61,22 +88,22 @@ def predict_candidates(
     """
     candidates = []
     for group in groups:
-        totals: dict[Scheme, tuple[int, float, float]] = {}
+        schemes, of_tensors = schemes_of(group, block_size), []
         for tensor in group.tensors:
-            bits = read_bits(source, tensor)
-            for scheme, squares, original in _squares(
-                tensor, bits, schemes_of(group, block_size), workers.map
-            ):
-                before = totals.get(scheme, (0, 0.0, 0.0))
-                stored = tensor.name not in group.aliases
-                nbytes = _expected_bytes(tensor, bits, scheme, workers.map) if stored else 0
-                totals[scheme] = before[0] + nbytes, before[1] + squares, before[2] + original
+            bits, stored = read_bits(source, tensor), tensor.name not in group.aliases
+            of_tensors.append(
+                tuple(
+                    SchemeChoice(
+                        scheme,
+                        _expected_bytes(tensor, bits, scheme, workers.map) if stored else 0,
+                        squares,
+                        original,
+                    )
+                    for scheme, squares, original in _squares(tensor, bits, schemes, workers.map)
+                )
+            )
             on_bytes(tensor.info.nbytes)
-        choices = [
-            SchemeChoice(scheme, nbytes, squares / (original or 1.0))
-            for scheme, (nbytes, squares, original) in totals.items()
-        ]
-        candidates.append(GroupCandidates(group, tuple(choices)))
+        candidates.append(GroupCandidates.of(group, of_tensors))
     return candidates
 
 

@@ -11,6 +11,7 @@ from neuzip.compress.rules import Rule
 from neuzip.compress.rules_file import plan_bytes
 from neuzip.compress.sources.folder import weight_bytes
 from neuzip.compress.workspace import write_file, writing
+from neuzip.eval.experts.expert_use import ExpertUse
 from neuzip.eval.layers.drops import pruned
 from neuzip.eval.layers.removal import Pruned
 from neuzip.eval.measures import fingerprint
@@ -42,6 +43,7 @@ def key_of(request: TargetRequest, text: Text | None, baseline: BaselineComparis
         "rules": [rule.to_json() for rule in request.rules],
         "block_size": request.block_size,
         "drop_layers": request.drop_layers,
+        "expert_use": use.to_json() if isinstance(use := request.expert_use, ExpertUse) else use,
         "versions": versions(),
     }
     return fingerprint.of_values(values)

@@ -8,12 +8,17 @@ from typing import Literal
 
 from neuzip.compress.device import CPU, Device
 from neuzip.compress.rules import LOSSLESS, Rule
+from neuzip.eval.experts.expert_use import ExpertUse
 from neuzip.eval.measures.comparison import Stage
 from neuzip.eval.plans.sensitivity import Method
 from neuzip.eval.plans.target_values import CompressionTarget
 
 DropLayers = int | Literal["auto"]
 """Number of layers to drop: 0 for none, "auto" for as many as pay."""
+
+
+GivenUse = ExpertUse | Literal["auto", "none"]
+"""How often experts are chosen: as counted before; "auto" to count, "none" to treat all experts alike."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class TargetRequest:
     block_size   weights that share a normaliser in rounded tensors, None for none
     coder, jobs  device that encodes weights, and number of threads
     drop_layers  number of layers to drop, or "auto" for as many as pay
+    expert_use   by which the experts of a layer get schemes of their own
     """
 
     src: Path
@@ -35,6 +41,7 @@ class TargetRequest:
     coder: Device = CPU
     jobs: int | None = None
     drop_layers: DropLayers = 0
+    expert_use: GivenUse = "auto"
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from neuzip.compress.expert_names import expert_name
 from neuzip.compress.rules import LOSSLESS
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
+from neuzip.eval.experts.counting import count_use
+from neuzip.eval.experts.expert_use import ExpertUse
 from neuzip.eval.layers.drops import Drop, pruned, weigh
 from neuzip.eval.layers.removal import tensors_by_layer
 from neuzip.eval.measures.comparison import BaselineComparison, Stage
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.plans.candidates import GroupCandidates, predict_candidates
+from neuzip.eval.plans.expert_groups import split_by_use
 from neuzip.eval.plans.layer_plans import LayerPredictions
-from neuzip.eval.plans.plan_request import Stages, TargetRequest
+from neuzip.eval.plans.plan_request import GivenUse, Stages, TargetRequest
 from neuzip.eval.plans.plan_trials import Planner, SearchResult
 from neuzip.eval.plans.reach import FixedBytes, OutOfReach, predict_reach
 from neuzip.eval.plans.search import upper
@@ -38,7 +42,7 @@ from neuzip.eval.plans.sensitivity import (
     weights_only,
 )
 from neuzip.eval.plans.target_values import CompressionTarget, value_of
-from neuzip.eval.plans.tensor_groups import find_groups
+from neuzip.eval.plans.tensor_groups import TensorGroup, find_groups
 from neuzip.runtime.hf.load import load_model
 
 if TYPE_CHECKING:
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
 
 MEASURED_TOKENS, MEASURED_WINDOW = 4096, 512
 """Tokens of text for the method "measured", in all and of one window."""
+
+USE_TOKENS = 8192
+"""Tokens of text on which experts are counted."""
 
 FISHER_TOKENS, FISHER_WINDOW = 4096, 256
 """Tokens of text for the method "fisher", in all and of one window: many short ones vary less than few long.
@@ -101,6 +108,9 @@ def _planner(
             candidates = predict_candidates(source, groups, request.block_size, workers, advance)
         show = stages.at("sensitivity")
         sensitivity = _sensitivity(request.method, source, candidates, model, baseline, show)
+        use = _expert_use(request.expert_use, groups, model, baseline, show)
+        if use is not None:
+            sensitivity = split_by_use(sensitivity, use)
         fixed = FixedBytes.of(source, request.rules, candidates, workers)
     return Planner(request, sensitivity, fixed, baseline, stages.at("trials"))
 
@@ -123,6 +133,25 @@ def _sensitivity(
     windows = CalibrationWindows.of(ids[: MEASURED_TOKENS + 1], MEASURED_WINDOW, front)
     with stage("sensitivity", passes(candidates) * windows.tokens, "tokens") as advance:
         return measure(HeadedModel(model), source, candidates, windows, advance)
+
+
+def _expert_use(
+    given: GivenUse,
+    groups: Sequence[TensorGroup],
+    model: PreTrainedModel | None,
+    baseline: BaselineComparison | None,
+    stage: Stage,
+) -> ExpertUse | None:
+    """How often experts are chosen: as `given`, or counted on the text if there are single experts."""
+    if isinstance(given, ExpertUse):
+        return given
+    single = any(expert_name(t.name) is not None for group in groups for t in group.tensors)
+    if given == "none" or not single or model is None or baseline is None:
+        return None
+    windows = CalibrationWindows.of(baseline.ids[: USE_TOKENS + 1], MEASURED_WINDOW, baseline.front)
+    with stage("experts", windows.tokens, "tokens") as advance:
+        layers = count_use(model, (fed for fed, _ in windows.batches()), advance)
+    return ExpertUse("text", windows.tokens, layers)
 
 
 def _find_without_layers(
@@ -148,7 +177,11 @@ def _find_without_layers(
     later = stages.all_at("trials")
     with pruned(request.src, request.dst, chosen.layers, later.show) as written:
         model = load_model(written.dst, baseline.dtype, baseline.device, attention=False)
-        fewer = _planner(replace(request, src=written.dst), baseline, model, later).without(chosen)
+        use = request.expert_use
+        if isinstance(use, ExpertUse):
+            use = use.without(chosen.layers)
+        remaining = replace(request, src=written.dst, expert_use=use)
+        fewer = _planner(remaining, baseline, model, later).without(chosen)
         del model
         plans += [fewer.best(compare=True)] if not plans else _or_none(lambda: fewer.best(compare=True))
     best, *others = sorted(plans, key=lambda plan: _rank(request.target, plan))

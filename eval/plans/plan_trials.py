@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from neuzip.compress import compress
+from neuzip.compress.expert_names import expert_name
 from neuzip.compress.rules import Rule
 from neuzip.compress.sources.folder import weight_bytes
+from neuzip.eval.experts.expert_use import CLASSES, UseClass
 from neuzip.eval.layers.drops import Drop, Drops, folder_beside
 from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, NotFinite, Stage
 from neuzip.eval.measures.divergence import Comparison
@@ -50,6 +53,7 @@ class SearchResult:
     """The rules that reach a target, and how they were found.
 
     schemes        how many tensors get which scheme
+    experts        the classes of experts that were told apart by use, and what they get
     predicted_kld  sum of the divergences of single tensors, without meaning for the method "weights"
     bytes          of the weight files, predicted if there were no trials
     trials         the last one is that of the rules
@@ -72,6 +76,21 @@ class SearchResult:
     passed_over: Trial | None = None
     pays_from: float | None = None
     measured: MeasuredFiles | None = None
+    experts: tuple[ExpertsOfUse, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertsOfUse:
+    """The experts of one class of use, in all layers.
+
+    token_share      share of the choices of all routers that fell on them
+    bits_per_weight  predicted, of their tensors
+    """
+
+    use: UseClass
+    experts: int
+    token_share: float
+    bits_per_weight: float
 
 
 @dataclass(frozen=True)
@@ -220,4 +239,26 @@ class Planner:
             estimated=self.sensitivity.estimated,
             dropped=self._drop.layers,
             measured=self._measured.get(allocation.chosen),
+            experts=_by_use(chosen),
         )
+
+
+def _by_use(chosen: Sequence[tuple[GroupCandidates, int]]) -> tuple[ExpertsOfUse, ...]:
+    """Sum up groups of experts, each with the number of its choice, by class of use."""
+    uses = [(c.group.use, c.group, c.choices[i].nbytes) for c, i in chosen if c.group.use is not None]
+    all_tokens = sum(use.tokens for use, _, _ in uses)
+    rows = []
+    for name in CLASSES:
+        groups = [(use, group, nbytes) for use, group, nbytes in uses if use.name == name]
+        if groups:
+            tensors = [t for _, group, _ in groups for t in group.tensors]
+            names = [one for one in (expert_name(t.name) for t in tensors) if one is not None]
+            rows.append(
+                ExpertsOfUse(
+                    name,
+                    len({(one.layer, one.expert) for one in names}),
+                    sum(use.tokens for use, _, _ in groups) / max(1, all_tokens),
+                    8 * sum(nbytes for _, _, nbytes in groups) / sum(t.info.numel for t in tensors),
+                )
+            )
+    return tuple(rows)

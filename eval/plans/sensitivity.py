@@ -39,7 +39,7 @@ from neuzip.eval.plans.candidates import (
     restore_rounded,
 )
 from neuzip.eval.plans.checkpoint_parameters import (
-    ParametersByTensor,
+    PartsByTensor,
     find_parameters,
     require_some,
     values_for,
@@ -180,26 +180,29 @@ def fisher(
             divergences.append(None)
             continue
         sums = [0.0] * len(one.choices)
-        once = {places[tensor.name]: tensor for tensor in one.group.tensors}  # ties are one parameter
-        for parameter, tensor in once.items():
-            bits = read_bits(source, tensor)
+        once = {places[tensor.name].place: tensor for tensor in one.group.tensors}  # ties are one parameter
+        for tensor in once.values():
+            part, bits = places[tensor.name], read_bits(source, tensor)
             for number, choice in enumerate(one.choices):
-                change = values_for(tensor, restore_rounded(tensor, bits, choice.scheme), parameter).float()
-                change -= parameter.detach().float()
-                sums[number] += 0.5 * float((change.square_().mul_(information[parameter])).sum())
+                restored = restore_rounded(tensor, bits, choice.scheme)
+                change = values_for(tensor, restored, part.values).float() - part.values.float()
+                sums[number] += 0.5 * float(
+                    (change.square_().mul_(part.of(information[part.parameter]))).sum()
+                )
         divergences.append(tuple(sums))
     return _filled("fisher", candidates, divergences)
 
 
 def _fisher_diagonal(
-    model: PreTrainedModel, places: ParametersByTensor, windows: CalibrationWindows, on_tokens: OnWork
+    model: PreTrainedModel, places: PartsByTensor, windows: CalibrationWindows, on_tokens: OnWork
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The mean over tokens of squared gradients of log likelihoods of tokens drawn from the model, fp32.
 
     A window's gradients are summed before they are squared: those of tokens that are drawn independently are
     not correlated, so that the squares have the same mean.
     """
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in set(places.values())}
+    parameters = {part.parameter for part in places.values()}
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in parameters}
     had_gradient = {p: p.requires_grad for p in model.parameters()}
 
     def add_squares(parameter: torch.Tensor) -> None:
@@ -231,13 +234,18 @@ def _fisher_diagonal(
 
 @contextmanager
 def _rounded_in_place(
-    group: TensorGroup, bits: Mapping[str, Bits], scheme: Scheme, places: ParametersByTensor
+    group: TensorGroup, bits: Mapping[str, Bits], scheme: Scheme, places: PartsByTensor
 ) -> Iterator[None]:
     """Context in which a live model computes with the rounded tensors of a group."""
-    before = {places[t.name]: places[t.name].data for t in group.tensors}
+    before = {p: p.data for p in (places[t.name].parameter for t in group.tensors)}
     try:
+        for parameter, data in before.items():
+            parameter.data = (
+                data.clone()
+            )  # what was predicted before may still refer to the weights of a head
         for t in group.tensors:
-            places[t.name].data = values_for(t, restore_rounded(t, bits[t.name], scheme), places[t.name])
+            view = places[t.name].values
+            view.copy_(values_for(t, restore_rounded(t, bits[t.name], scheme), view))
         yield
     finally:
         for parameter, data in before.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,10 @@ from typing import TYPE_CHECKING
 from neuzip.choices import Sensitivity as Sensitivity
 from neuzip.compress.device import AnyDevice, choose
 from neuzip.compress.entry_checks import require_plain
+from neuzip.compress.expert_names import expert_name
 from neuzip.compress.sources.folder import FolderSource, weight_bytes
-from neuzip.errors import UsageError
+from neuzip.errors import NeuzipError, UsageError
+from neuzip.eval.experts.expert_use import ExpertUse, read_use
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.plans.target_values import RequestedTarget
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from neuzip.compress import Rule
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.texts import Text
-    from neuzip.eval.plans.plan_request import DropLayers, TargetRequest
+    from neuzip.eval.plans.plan_request import DropLayers, GivenUse, TargetRequest
     from neuzip.eval.plans.reach import Reach
     from neuzip.eval.plans.sensitivity import Method
 
@@ -88,12 +92,15 @@ def prepare_search(
     overwrite: bool,
     dry_run: bool = False,
     drop_layers: DropLayers = 0,
+    expert_use: str | os.PathLike[str] = "auto",
 ) -> PreparedSearch:
     """Check a target, and load the original if plans are compared with it. Raises NeuzipError.
 
-    `rules` say what may be rounded. Without a `text` nothing is measured.
+    `rules` say what may be rounded. Without a `text` nothing is measured. `expert_use` is "auto", "none" or a
+    file.
     """
     target = goal.target(0)  # a slip of the pen is told before anything is read
+    use = _given_use(expert_use)
     document = None if text is None else read_text(text)
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.plans.deliver import MAX_TOKENS
@@ -105,6 +112,8 @@ def prepare_search(
         require_plain(source, dst)
         if not dry_run:
             refuse_other_files(dst, overwrite)
+        if isinstance(use, ExpertUse):
+            _require_experts(source, use, expert_use)
         target = goal.target(sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
     lossless = None
     if goal.limits_size and drop_layers == 0:
@@ -117,8 +126,32 @@ def prepare_search(
         baseline = BaselineComparison(src, document, max_tokens=MAX_TOKENS, device=device)
     coder = choose(device, weight_bytes(src))
     method = _method(sensitivity, baseline)
-    request = TargetRequest(src, dst, target, method, tuple(rules), block_size, coder, jobs, drop_layers)
+    request = TargetRequest(
+        src, dst, target, method, tuple(rules), block_size, coder, jobs, drop_layers, use
+    )  # fmt: skip
     return PreparedSearch(request, document, baseline, lossless)
+
+
+def _given_use(given: str | os.PathLike[str]) -> GivenUse:
+    """The use of experts that a file says, or the word that was given in place of one. Raises NeuzipError."""
+    words: dict[object, GivenUse] = {"auto": "auto", "none": "none"}
+    return words[given] if given in words else read_use(Path(given))
+
+
+def _require_experts(source: FolderSource, use: ExpertUse, file: str | os.PathLike[str]) -> None:
+    """Raise NeuzipError for a use of other experts than those of a checkpoint."""
+    names = [name for name in (expert_name(t.name) for t in source.tensors()) if name is not None]
+    if not names:
+        raise NeuzipError(
+            f"{source.checkpoint.path}: has no tensors of single experts",
+            "leave out `expert_use`: experts that are stored as one tensor have one scheme",
+        )
+    experts = Counter((name.layer, name.kind) for name in names)
+    if all(use.of_layer(layer, count) is None for (layer, _), count in experts.items()):
+        raise NeuzipError(
+            f"{file}: is of another model than {source.checkpoint.path}: its layers or experts differ",
+            "run neuzip experts on this model",
+        )
 
 
 def _method(sensitivity: Sensitivity, baseline: BaselineComparison | None) -> Method:

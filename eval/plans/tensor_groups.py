@@ -1,4 +1,7 @@
-"""Groups of tensors that get one scheme: the experts of a layer are one group."""
+"""Groups of tensors that get one scheme.
+
+The experts of a layer are one group, which `expert_groups` may split by how often they are chosen.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
+from neuzip.compress.globs import matches
 from neuzip.compress.plan import PlannedTensor, make_plan
 from neuzip.compress.rules import LOSSLESS, Rule
 from neuzip.compress.scheme import Scheme
@@ -15,18 +18,29 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
+from neuzip.eval.experts.expert_use import UseClass
+
+
+@dataclass(frozen=True)
+class GroupUse:
+    """Experts of a layer of one class of use, and the tokens that chose them."""
+
+    name: UseClass
+    tokens: int
 
 
 @dataclass(frozen=True)
 class TensorGroup:
     """Tensors that get one scheme, and the globs that name them and no others.
 
-    `aliases` are the names of those that are stored as another one, whose bytes they have.
+    `aliases` are the names of those that are stored as another one, whose bytes they have. `use` says how
+    often the experts were chosen of which they are, None for all experts of a layer and for other tensors.
     """
 
     globs: tuple[str, ...]
     tensors: tuple[SourceTensor, ...]
     aliases: frozenset[str] = frozenset()
+    use: GroupUse | None = None
 
     @property
     def nbytes(self) -> int:
@@ -74,10 +88,20 @@ def _globs(members: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Globs that match the members and none of the other names: those of their kinds, or else each name."""
     kinds = tuple(dict.fromkeys(_kind(name) for name in members))
     if len(kinds) < len(members):
-        matches = [name for name in names if any(fnmatchcase(name, kind) for kind in kinds)]
-        if sorted(matches) == sorted(members):
+        named = [name for name in names if any(matches(name, kind) for kind in kinds)]
+        if sorted(named) == sorted(members):
             return kinds
-    return tuple(re.sub(r"([*?[])", r"[\1]", name) for name in dict.fromkeys(members))
+    return tuple(re.sub(r"([*?[{])", r"[\1]", name) for name in dict.fromkeys(members))
+
+
+def glob_of_experts(kind: str, experts: Sequence[int]) -> str:
+    """A glob for some experts, from the kind of their names.
+
+    >>> glob_of_experts("model.layers.3.mlp.experts.*.w1.weight", [0, 17])
+    'model.layers.3.mlp.experts.{0,17}.w1.weight'
+    """
+    numbers = ",".join(map(str, experts))
+    return kind.replace("*", numbers if len(experts) == 1 else f"{{{numbers}}}")
 
 
 def rules_of(groups: Sequence[TensorGroup], schemes: Sequence[Scheme]) -> list[Rule]:

@@ -23,6 +23,7 @@ from neuzip.compress.workspace import write_file
 from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
+from neuzip.eval.measures.expert_figures import sum_up_experts
 from neuzip.eval.measures.histograms import Counts, Histogram, Inspection, bias, visible
 
 if TYPE_CHECKING:
@@ -293,7 +294,11 @@ def page(inspection: Inspection, title: str) -> bytes:
     )
     source = files("neuzip.eval.report").joinpath("inspect.html.j2").read_text(encoding="utf-8")
     text = environment.from_string(source).render(
-        title=visible(title), inspection=inspection, picture=Markup(picture), visible=visible
+        title=visible(title),
+        inspection=inspection,
+        rows=sum_up_experts(inspection.tensors),
+        picture=Markup(picture),
+        visible=visible,
     )
     return text.encode()
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import weakref
 from typing import Any
 
 import torch
+
+from neuzip.errors import NeuzipError
 
 _PORTABLE, _MAPPED = 1, 2
 """Flags of cuMemHostAlloc: for all GPUs of the process, and with an address there."""
@@ -22,37 +23,34 @@ _UNUSED: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
 
 
 def pinned_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A contiguous copy of a tensor in pinned host memory, complete on return. `device` is a GPU.
+    """A contiguous copy of a tensor in `host_memory` for a device, complete on return."""
+    memory = host_memory(tensor.nbytes, device)
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    Raises MemoryError where the CUDA driver gives no memory.
+
+def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory, uint8 [nbytes], that kernels on a device read by the address that the host has for it.
+
+    For a CUDA device it is pinned. It is freed with the last tensor that shares it, when the device has done
+    all its work. Raises NeuzipError where the CUDA driver gives none.
     """
-    copy = pinned(tensor.shape, tensor.dtype, device)
-    copy.copy_(tensor)
-    return copy
-
-
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor in pinned host memory, with undefined values. `device` is a GPU.
-
-    The memory is freed with the last tensor that shares it, when the GPU has done all its work. Raises
-    MemoryError where the CUDA driver gives none.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+    if device.type != "cuda" or nbytes == 0:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     driver, address, context = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # so that torch's context is the current one
         driver.cuCtxGetCurrent(ctypes.byref(context))
         error = driver.cuMemHostAlloc(
-            ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE | _MAPPED)
+            ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE | _MAPPED)
         )
     if error:
-        name = _name(driver, error)
-        raise MemoryError(f"the CUDA driver gives no {size:,} bytes of pinned host memory: {name}")
-    memory = (ctypes.c_ubyte * size).from_address(address.value or 0)
+        raise NeuzipError(
+            f"the CUDA driver gives no {nbytes:,} bytes of pinned host memory: {_name(driver, error)}",
+            "give a larger `expert_memory`, or free host memory, which containers and `ulimit -l` limit",
+        )
+    memory = (ctypes.c_ubyte * nbytes).from_address(address.value or 0)
     weakref.finalize(memory, _free, driver, context, address).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _free(driver: Any, context: ctypes.c_void_p, address: ctypes.c_void_p) -> None:

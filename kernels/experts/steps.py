@@ -103,8 +103,8 @@ def weighted_sum(rows: Tensor, position: Tensor, weights: Tensor) -> Tensor:
 
 
 def multiplies_on_hopper(packed: PackedTensor, experts: int) -> bool:
-    """Whether the kernels for Hopper multiply with the weights where these are."""
-    if packed.far_index.is_cuda and is_hopper(packed.device):
+    """Whether the kernels for Hopper multiply with the weights; for the meta device, on the current GPU."""
+    if packed.device.type != "cpu" and is_hopper(packed.device):
         return bool(_gluon().can_multiply(packed, experts))
     return False
 
@@ -123,8 +123,11 @@ def _fetched(packed: PackedTensor, experts: int, routing: Routing) -> PackedTens
 
 
 def _on_gpu(tensor: Tensor) -> bool:
-    """Whether Triton does the work; plain torch does it on a CPU. Raises ValueError for other devices."""
-    if tensor.is_cuda:
+    """Whether Triton does the work; plain torch does it on a CPU. Raises ValueError for other devices.
+
+    Of tensors on the meta device launches are compiled for the current GPU, and nothing runs.
+    """
+    if tensor.is_cuda or tensor.is_meta:
         return True
     if tensor.device.type != "cpu":
         raise ValueError(f"packed experts are on a CUDA device or on the CPU, not on {tensor.device}")

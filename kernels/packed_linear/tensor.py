@@ -119,7 +119,8 @@ class PackedTensor:
     def in_host_memory(self) -> PackedTensor:
         """Weights on a GPU with a copy of the words in pinned host memory, and the other arrays as they are.
 
-        The host waits for the copy. Raises ValueError for weights elsewhere, MemoryError without such memory.
+        The host waits for the copy. Raises ValueError for weights elsewhere, and NeuzipError where there is
+        no such memory.
         """
         if not self.far_index.is_cuda:
             raise ValueError(f"words are kept in host memory for weights on a GPU, not on {self.device}")

@@ -44,8 +44,8 @@ class CodedItems:
     regions: tuple[SlotRegion, ...]
     slot_bytes: int
     launches: tuple[ChosenLaunch, ...]
-    memories: tuple[torch.Tensor, ...] = field(repr=False)
-    """What launches read: they know only where it is."""
+    sources: tuple[torch.Tensor, ...] = field(repr=False)
+    """All that launches read: of codes they know only where they are."""
 
     def decode(self, chosen: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Decode items into slots of `out`, uint8: item `chosen[first + s]`, int32, to slot s.
@@ -86,10 +86,10 @@ def coded_items(matrices: Sequence[Sequence[Sequence[ChunkOf]]]) -> CodedItems:
         parts += [list(chunks) for chunks in zip(*items, strict=True)]
         places += [start + before for before in accumulate([0, *sizes[:-1]])]
         end = start + sum(sizes) + margin
-    memories = {id(t.memory): t.memory for chunks in parts for t, _ in chunks}
-    return CodedItems(
-        tuple(regions), _aligned(end), tuple(_launches(parts, places)), tuple(memories.values())
-    )
+    launches = tuple(_launches(parts, places))
+    memories = {id(m): m for chunks in parts for t, _ in chunks for m in t.memories}
+    tables = [table for one in launches for table in (one.rows, one.places, one.programs)]
+    return CodedItems(tuple(regions), _aligned(end), launches, (*memories.values(), *tables))
 
 
 def _own_bytes(tensor: ResidentTensor, number: int) -> int:

@@ -115,7 +115,7 @@ class BenchmarkPlan:
     attention: AttentionChoice = "none"
     compiled: bool = False
     expert_memory: int | None = None
-    """Bytes of packed experts on a GPU, see `load_model`; for the residencies that heed it."""
+    """Bytes of experts on a GPU, see `load_model`; for the residencies that heed it."""
 
     @property
     def attentions(self) -> tuple[AttentionChoice, ...]:
@@ -242,17 +242,26 @@ def _require_graphs(plan: BenchmarkPlan, model: PreTrainedModel) -> None:
         raise NotGraphable(model, SINGLE_EXPERTS)
 
 
-def run(decoder: GreedyDecoder, ids: torch.Tensor, new_tokens: int) -> DecodeRun:
-    """Read prompts, int64 [batch, tokens], and add `new_tokens` to each, the first of them by the prefill."""
+def run(
+    decoder: GreedyDecoder, ids: torch.Tensor, new_tokens: int, continuation: torch.Tensor | None = None
+) -> DecodeRun:
+    """Read prompts, int64 [batch, tokens], and add `new_tokens` to each, the first of them by the prefill.
+
+    With a `continuation`, int64 [batch, new_tokens], texts go on with its tokens in place of those that were
+    chosen: so all models read the same texts. The tokens of the result are those that were chosen.
+    """
     device = decoder.device
     ids = ids.to(device)
+    columns = None if continuation is None else continuation.to(device).T.contiguous()
     synchronize(device)
     began = time.perf_counter()
     tokens = [decoder.prefill(ids).clone()]
     synchronize(device)
     prefill_seconds = time.perf_counter() - began
     clock = _EventClock(device) if device.type == "cuda" else _HostClock()
-    for _ in range(new_tokens - 1):
+    for number in range(new_tokens - 1):
+        if columns is not None:
+            decoder.take(columns[number])
         token = decoder.step()
         clock.tick()
         tokens.append(token.clone())

@@ -99,7 +99,8 @@ class CompressingQuantizer(HfQuantizer):
         # What arrives is dense, as for quantization on the fly: transformers then loads one by one.
         self.pre_quantized = False
         self._uses: dict[str, WeightUse] = {}
-        self._has_single_experts = False
+        self._can_compile_experts = True
+        self._pool_bytes = config.expert_pool_bytes
 
     def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         """Raise UsageError for places where weights of this residency cannot lie."""
@@ -197,7 +198,7 @@ class CompressingQuantizer(HfQuantizer):
         """Make the ternary layers. Leave the config as it was: the residency is no part of a checkpoint."""
         from neuzip.runtime.activations import ACTIVATIONS_ENTRY
         from neuzip.runtime.bitlinear import bit_linears
-        from neuzip.runtime.hf.experts import has_single_experts, release_others
+        from neuzip.runtime.hf.experts import can_compile_experts, limit_expert_pool, release_others
         from neuzip.runtime.hf.ternary_layers import install_arrived
 
         if hasattr(model.config, "quantization_config"):
@@ -207,7 +208,9 @@ class CompressingQuantizer(HfQuantizer):
         if bit_linears(model):
             ACTIVATIONS_ENTRY.set(model.config, activations)
         release_others(model)
-        self._has_single_experts = has_single_experts(model)
+        self._can_compile_experts = can_compile_experts(model)
+        if self._pool_bytes is not None:
+            limit_expert_pool(model, self._pool_bytes)
         _attend_as_recorded(model, self.attention)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -241,8 +244,8 @@ class CompressingQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile it: not where experts are computed one by one."""
-        return not self._has_single_experts
+        """Whether `generate` may compile it: not experts computed one by one or decoded to a pool."""
+        return self._can_compile_experts
 
 
 def _name_original_weights(quantizer: DenseQuantizer | CompressingQuantizer, config: Any) -> None:

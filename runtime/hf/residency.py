@@ -32,7 +32,7 @@ from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.expert_memory import ExpertMemory
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
-from neuzip.runtime.weights import CompressedWeight, PackedWeight, WeightUse
+from neuzip.runtime.weights import CompressedWeight, WeightUse
 from neuzip.runtime.weights.base import SMALLEST
 
 DTYPES = torch_dtypes_for("packed")
@@ -143,7 +143,7 @@ def require_experts(model: nn.Module, uses: Iterable[str], expert_memory: int | 
 def compress_parameters(model: nn.Module, residency: str, expert_memory: int | None = None) -> ModelMemory:
     """Compress the parameters of a live model where they lie, one after the other. Ties stay.
 
-    Of packed experts `expert_memory` bytes stay on a GPU, and the others go to pinned host memory. Raises
+    Of experts `expert_memory` bytes stay on a GPU, and the others go to pinned host memory. Raises
     UsageError for a residency that does not exist or cannot be where the model is, and for a limit on experts
     where that makes no sense; NeuzipError where host memory runs out.
     """
@@ -179,12 +179,12 @@ def compress(
 ) -> nn.Parameter:
     """A dense weight compressed where it lies, as a frozen parameter; as it is if that would not pay.
 
-    `experts`, if given, places packed experts, those of the parameter `name`.
+    `experts`, if given, places those of the parameter `name`.
     """
     compressed = _compressed(weight.detach(), use, residency)
     if compressed is None or compressed.stored_bytes > WORTH * weight.nbytes:
         return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
-    if experts is not None and compressed.dim() == 3 and isinstance(compressed, PackedWeight):
+    if experts is not None and len(compressed.stored) == 3:
         compressed = experts.placed(compressed, name)
     return nn.Parameter(compressed, requires_grad=False)
 

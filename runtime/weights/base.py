@@ -128,6 +128,13 @@ class CompressedWeight(torch.Tensor):
         """Bytes that it takes in pinned host memory, beside those on its GPU."""
         return 0
 
+    def offloaded(self: Self, device_bytes: int = 0) -> Self:
+        """The weight with what exceeds so many bytes on its GPU in pinned host memory, if it can be there.
+
+        Results are the same bits. Raises NeuzipError where there is no such memory.
+        """
+        return self
+
     @abstractmethod
     def _again(self: Self, stored: tuple[int, ...], flipped: bool, rows: slice) -> Self:
         """Some rows of the same weights in the same memory, with another shape."""

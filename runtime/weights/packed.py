@@ -85,12 +85,14 @@ class PackedWeight(CompressedWeight):
         """Bytes of the packed form in pinned host memory, beside those on its GPU."""
         return self.packed.host_bytes
 
-    def in_host_memory(self) -> PackedWeight:
-        """The weight with its words in pinned host memory, about 96 % of it, and the rest on its GPU.
+    def offloaded(self, device_bytes: int = 0) -> PackedWeight:
+        """The weight with its words, about 96 % of it, in pinned host memory if it exceeds `device_bytes`.
 
         Results are the same bits. Products read the words over the link to the host, those of experts in use
-        alone. Raises ValueError for weights on a CPU, MemoryError where there is no such memory.
+        alone. Raises ValueError for weights on a CPU, NeuzipError where there is no such memory.
         """
+        if self.stored_bytes <= device_bytes or self.host_bytes:
+            return self
         return self._of(self.packed.in_host_memory(), self.stored, self.flipped, self.first, self.exact)
 
     @property

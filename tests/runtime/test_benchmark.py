@@ -93,10 +93,10 @@ def test_plan_refuses_more_than_the_model_can(options: dict[str, int], message: 
 
 @needs_version_5
 def test_experts_are_refused_before_anything_is_measured(small: Path, model: PreTrainedModel):
-    """Coded, they are computed one by one, which no graph holds; a graph holds packed ones."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=8, num_hidden_layers=1, num_local_experts=4, **sizes)
-    experts, cuda = MixtralForCausalLM(config), torch.device("cuda")
+    """Coded ones of odd sizes are computed one by one, which no graph holds; a graph holds all others."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
+    config = MixtralConfig(vocab_size=8, num_hidden_layers=1, hidden_size=36, intermediate_size=33, **sizes)
+    experts, cuda = MixtralForCausalLM(config).bfloat16(), torch.device("cuda")
     plan = replace(make_plan(small, ["packed"], device=CPU), device=cuda, residencies=("dense", "ans"))
     with pytest.raises(NeuzipError, match="MixtralForCausalLM: its steps cannot be captured") as refusal:
         speed._require_graphs(plan, experts)

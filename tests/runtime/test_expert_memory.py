@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from neuzip.cli.options import size
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels.device import host_memory
-from neuzip.kernels.device.host_memory import pinned
 from neuzip.kernels.experts import ops, steps
 from neuzip.kernels.experts.routing import route
+from neuzip.kernels.packed_linear import tensor as packed_tensor
 from neuzip.kernels.packed_linear.ops import pack
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.runtime.decode.benchmark import make_plan
@@ -65,10 +65,13 @@ def test_what_is_no_size_is_refused(text):
 
 
 def test_parameters_stay_as_long_as_they_fit():
-    limit, one, other = ExpertMemory(100), torch.device("cuda", 0), torch.device("cuda", 1)
-    assert [limit.fits(nbytes, one) for nbytes in (60, 60, 40, 1)] == [True, False, True, False]
-    assert limit.fits(100, other)
-    assert not ExpertMemory(0).fits(1, one)
+    """One that does not would go to host memory, which a weight on a CPU has no use for."""
+    weight = PackedWeight.of(gaussian(2, 32, 64, dtype=BF16))
+    limit = ExpertMemory(2 * weight.stored_bytes)
+    assert limit.placed(weight, "a") is weight
+    assert limit.placed(weight, "b") is weight
+    with pytest.raises(ValueError, match="for weights on a GPU, not on cpu"):
+        limit.placed(weight, "c")
 
 
 def test_memory_of_the_device_and_of_the_host():
@@ -106,13 +109,10 @@ def test_limits_that_make_no_sense_are_refused(tmp_path: Path):
     for value in (-1, 1.5, True, "8GiB"):
         with pytest.raises(UsageError, match="is no number of bytes"):
             require_expert_memory(value, "packed")
-    for residency in ("dense", "ans"):
-        with pytest.raises(UsageError, match=f"has no effect with `residency='{residency}'`"):
-            load_model(tmp_path, residency=residency, expert_memory=1)
+    with pytest.raises(UsageError, match="has no effect with `residency='dense'`"):
+        load_model(tmp_path, expert_memory=1)
     with pytest.raises(UsageError, match="has no effect"):
         NeuzipConfig("dense", expert_memory=1)
-    with pytest.raises(ValueError, match="for weights on a GPU, not on cpu"):
-        PackedWeight.of(gaussian(2, 32, 32, dtype=BF16)).in_host_memory()
 
 
 @needs_version_5
@@ -147,29 +147,24 @@ def test_commands_refuse_before_they_read_anything(verb, options, message, neuzi
     assert (said.exit_code, said.stderr.splitlines()[0]) == (2, message)
 
 
-def test_host_memory_that_runs_out_names_parameter_and_option(monkeypatch: pytest.MonkeyPatch):
-    """The driver's error, which needs a GPU, is asked for below."""
-
-    def refuse(weight: PackedWeight) -> PackedWeight:
-        raise MemoryError("CUDA_ERROR_OUT_OF_MEMORY")
-
-    monkeypatch.setattr(PackedWeight, "in_host_memory", refuse)
-    with pytest.raises(NeuzipError, match=r"a\.b: `expert_memory=7` .* CUDA_ERROR_OUT_OF_MEMORY") as error:
-        ExpertMemory(7).placed(PackedWeight.of(gaussian(2, 32, 32, dtype=BF16)), "a.b")
-    assert "give a larger `expert_memory`" in error.value.hint
-
-
 # On a GPU: results are those with all weights there, bit for bit
 
 
 @pytest.mark.gpu
 def test_pinned_memory():
-    tensor = pinned((3, 5), torch.int32, CUDA)
-    assert tensor.is_pinned()
-    assert tensor.fill_(7).cuda(non_blocking=True).sum() == 105
-    with pytest.raises(MemoryError, match="CUDA_ERROR"):
-        pinned((1 << 50,), torch.uint8, CUDA)
-    assert pinned((0, 2), torch.int32, CUDA).shape == (0, 2)
+    memory = host_memory.host_memory(60, CUDA).view(torch.int32)
+    assert memory.is_pinned()
+    assert memory.fill_(7).cuda(non_blocking=True).sum() == 105
+    assert host_memory.host_memory(0, CUDA).shape == (0,)
+
+
+@pytest.mark.gpu
+def test_host_memory_that_runs_out_names_parameter_and_option(monkeypatch: pytest.MonkeyPatch):
+    """The driver refuses what no machine has."""
+    monkeypatch.setattr(packed_tensor, "pinned_copy", lambda *_: host_memory.host_memory(1 << 50, CUDA))
+    with pytest.raises(NeuzipError, match=r"a\.b: .* pinned host memory: CUDA_ERROR") as error:
+        ExpertMemory(7).placed(PackedWeight.of(gaussian(2, 32, 32).to(CUDA, BF16)), "a.b")
+    assert "give a larger `expert_memory`" in error.value.hint
 
 
 SHAPES = {"hopper": (16, 256, 384), "ragged": (5, 40, 70)}
@@ -246,7 +241,7 @@ def test_all_that_is_done_with_a_weight(out: int, columns: int, flipped: bool):
     dense = gaussian(4, out, columns, deviation=0.05).to(CUDA, BF16)
     dense = dense.mT.contiguous() if flipped else dense
     near = PackedWeight.of(dense, transposed=flipped)
-    far = near.in_host_memory()
+    far = near.offloaded()
     assert far.device == near.device and far.shape == near.shape and far.stride() == near.stride()
     assert far.stored_bytes + far.host_bytes == near.stored_bytes
     ids = torch.tensor([3, 0, 3], device=CUDA)
@@ -255,7 +250,7 @@ def test_all_that_is_done_with_a_weight(out: int, columns: int, flipped: bool):
         (far.clone().dense(), dense), (copy.deepcopy(far).dense(), dense),
         (far.to("cpu").dense(), dense.cpu()),
         (far.detach().mT.dense(), dense.mT), (far.unbind()[1].dense(), dense[1]),
-        (PackedWeight.of(dense, transposed=flipped, exact=True).in_host_memory().dense(), dense),
+        (PackedWeight.of(dense, transposed=flipped, exact=True).offloaded().dense(), dense),
     ]  # fmt: skip
     for rows in (1, 2, 8, 64, 300):
         x = gaussian(rows, columns, seed=rows).to(CUDA, BF16)
@@ -271,7 +266,7 @@ def test_all_that_is_done_with_a_weight(out: int, columns: int, flipped: bool):
 @pytest.mark.gpu
 def test_exact_weights_multiply_as_dense_ones():
     dense, x = gaussian(4, 256, 384).to(CUDA, BF16), gaussian(9, 384).to(CUDA, BF16)
-    far = PackedWeight.of(dense, exact=True).in_host_memory()
+    far = PackedWeight.of(dense, exact=True).offloaded()
     for one, other in zip(far.unbind(), dense, strict=True):
         assert torch.equal(F.linear(x, one), F.linear(x, other))
 
@@ -292,7 +287,7 @@ def test_a_compiled_layer():
 
 @pytest.mark.gpu
 def test_memory_of_the_host_is_freed_with_the_last_weight_that_shares_it():
-    far = PackedWeight.of(gaussian(4, 256, 384).to(CUDA, BF16)).in_host_memory()
+    far = PackedWeight.of(gaussian(4, 256, 384).to(CUDA, BF16)).offloaded()
     expert, address, flags = far[3], ctypes.c_void_p(far.data_ptr()), ctypes.c_uint()
 
     def is_pinned() -> bool:

@@ -27,7 +27,7 @@ def pool_linear(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """See `ops.pool_linear`, which has checked the arguments."""
+    """Write what `ops.pool_linear` returns to `out`. The arguments fit together."""
     slots, columns, width = pool.shape
     tile, _, tiles, count = used.routing
     use = launch_for("expert_pool.linear", rows.device, tile=tile)

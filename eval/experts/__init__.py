@@ -1,0 +1,1 @@
+"""How often the router of a mixture chooses each expert."""
