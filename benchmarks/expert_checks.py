@@ -16,6 +16,7 @@ from expert_routes import Route, recorded, replayed
 from packed_linear import SCATTER, distance
 from torch import nn
 from transformers import PreTrainedModel
+from weight_laws import generator_on
 
 from neuzip.runtime.decode.agreement import Agreement, agreement_of_logits
 from neuzip.runtime.decode.benchmark import prompts
@@ -24,11 +25,11 @@ from neuzip.runtime.hf.residency import is_compressed
 
 Tensor = torch.Tensor
 
-TEXTS = 128
-"""Texts of one token that are checked."""
+MOST_RUNS = 16
+"""Forward passes of a number of texts, of one text for example: errors of a few tokens scatter."""
 
-MOST_RUNS = 32
-"""Forward passes of a number of texts, of one text for example."""
+SAMPLE = 32
+"""Tokens whose results of a layer of experts are checked."""
 
 PROMPT = 256
 """Tokens of the prompt that is checked."""
@@ -55,6 +56,44 @@ def require_same_weights(name: str, form: PreTrainedModel, bf16: PreTrainedModel
             raise SystemExit(f"{name}, {place}: weights do not decode to the original ones: not timed")
 
 
+@dataclass(frozen=True)
+class ExpertsCheck:
+    """Errors of a layer of experts of a form and of bf16, for so many `tokens` at a time."""
+
+    tokens: int
+    error: float
+    bf16_error: float
+
+
+def require_experts(name: str, form: Any, bf16: Any, exact: Any, tokens: int) -> ExpertsCheck:
+    """The errors of the experts of a block of a form, `tokens` at a time, on routes of the block of bf16.
+
+    `exact` are the experts in fp64. Exits if the error is more than SCATTER times that of bf16.
+    """
+    x = made_up_states(bf16.experts, max(tokens, SAMPLE))
+    _, weights, index = bf16.gate(x)
+    first = slice(0, SAMPLE)
+    expected = exact(x[first].double(), index[first], weights[first].double())
+    parts = list(zip(*(each.split(tokens) for each in (x, index, weights)), strict=True))
+    error, base = (
+        distance(torch.cat([block.experts(*part) for part in parts])[first], expected)
+        for block in (form, bf16)
+    )
+    if not error <= SCATTER * base:
+        raise SystemExit(
+            f"{name}, experts, {tokens} tokens: the error is {error:.2e}, that of bf16 {base:.2e}: not timed"
+        )
+    return ExpertsCheck(tokens, error, base)
+
+
+def made_up_states(module: Any, tokens: int) -> Tensor:
+    """Made-up inputs of a layer, N(0, 1) [tokens, hidden], in the dtype and on the device of a module."""
+    parameter: Tensor = next(module.parameters())
+    size = tokens, module.config.hidden_size
+    generator = generator_on(parameter.device)
+    return torch.randn(size, device=parameter.device, generator=generator).to(parameter.dtype)
+
+
 @torch.no_grad()
 def require_logits(
     forms: dict[str, PreTrainedModel], bf16: PreTrainedModel, batches: Sequence[int], prompt: int = PROMPT
@@ -65,7 +104,8 @@ def require_logits(
     """
     checks: dict[str, list[LogitsCheck]] = {name: [] for name in forms}
     words = bf16.config.vocab_size
-    for ids, sizes in ((prompts(words, TEXTS, 1), batches), (prompts(words, 1, prompt), (1,))):
+    texts_of_one = prompts(words, max(MOST_RUNS, *batches), 1)
+    for ids, sizes in ((texts_of_one, batches), (prompts(words, 1, prompt), (1,))):
         texts = ids.to(input_device(bf16))
         routes = routes_of(bf16, texts)
         exact = exact_logits(bf16, texts, routes)
@@ -93,7 +133,7 @@ def routes_of(model: PreTrainedModel, ids: Tensor) -> list[Route]:
     """The routes that a model takes for texts, int64 [batch, tokens], of each layer."""
     with recorded(model) as calls:
         model(ids, use_cache=False, logits_to_keep=1)
-    return [route for route, in calls]
+    return [route for (route,) in calls]
 
 
 def logits_of(model: PreTrainedModel, ids: Tensor, routes: Sequence[Route], batch: int) -> Tensor:

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from neuzip.runtime.decode.agreement import Agreement, agreement
-from neuzip.runtime.decode.greedy import GreedyDecoder
+from neuzip.runtime.decode.greedy import GreedyDecoder, NotGraphable
+from neuzip.runtime.hf.residency import expert_modules
 
 Tensor = torch.Tensor
 
@@ -30,15 +31,10 @@ class Route:
     weights: Tensor
 
 
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold experts in 3-D parameters, in the order of the layers."""
-    return [m for m in model.modules() if getattr(m, "gate_up_proj", None) is not None and m.gate_up_proj.dim() == 3]
-
-
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[list[Route]]]:
     """Within which every call of experts adds its routes to the list of its layer."""
-    modules = experts_of(model)
+    modules = list(expert_modules(model))
     routes: list[list[Route]] = [[] for _ in modules]
 
     def hook_of(calls: list[Route]) -> Any:
@@ -59,7 +55,7 @@ def replayed(model: nn.Module, routes: Sequence[Route]) -> Iterator[list[int]]:
 
     The list has for each layer how many of its own choices were among them, [tokens, k] together.
     """
-    modules = experts_of(model)
+    modules = list(expert_modules(model))
     same = [0] * len(modules)
 
     def hook_of(number: int, route: Route) -> Any:
@@ -84,19 +80,32 @@ def joined(routes: Sequence[Sequence[Route]]) -> list[Route]:
     ]
 
 
+def decoder_of(model: PreTrainedModel, batch: int, length: int) -> GreedyDecoder:
+    """A decoder whose step is a CUDA graph if that is possible; its `graphed` says whether it is."""
+    try:
+        return GreedyDecoder(model, batch, length)
+    except NotGraphable:
+        return GreedyDecoder(model, batch, length, graph=False)
+
+
 @dataclass(frozen=True)
 class GreedyAgreement:
-    """Greedy tokens of a form of a model, and what the original makes of them.
+    """Greedy tokens of a form of a model, by a CUDA graph if `graphed`, and what the original makes of them.
 
-    `tokens` are those of a CUDA graph on a GPU. `own` is the agreement of the original as it is; `routed` that
-    of the original on the routes of the form, of which `same_routes` of `routes` are the original's choice.
+    `own` is the agreement of the original as it is; `routed` that of the original on the routes of the form,
+    of which `same_routes` of `routes` are the original's choice.
     """
 
-    tokens: Tensor
+    graphed: bool
     own: Agreement
     routed: Agreement
     same_routes: int
     routes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every token is the original's choice or tied with it, on the routes of the form."""
+        return self.routed.chosen + self.routed.tied == self.routed.tokens
 
 
 @torch.no_grad()
@@ -108,39 +117,40 @@ def greedy_agreement(
     Raises ValueError if a CUDA graph gives other tokens than steps without one, whose routes are recorded.
     """
     length = ids.shape[1] + new_tokens
-    tokens = GreedyDecoder(form, 1, length).generate(ids, new_tokens)
+    decoder = decoder_of(form, 1, length)
     with recorded(form) as calls:
-        again = GreedyDecoder(form, 1, length, graph=False).generate(ids, new_tokens)
-    if not torch.equal(tokens, again):
+        tokens = GreedyDecoder(form, 1, length, graph=False).generate(ids, new_tokens)
+    if decoder.graphed and not torch.equal(tokens, decoder.generate(ids, new_tokens)):
         raise ValueError("a CUDA graph chooses other tokens than steps without one")
     routes = joined(calls)
     own = agreement(original, ids, tokens)
     with replayed(original, routes) as same:
         routed = agreement(original, ids, tokens)
-    return GreedyAgreement(tokens, own, routed, sum(same), sum(route.index.numel() for route in routes))
+    count = sum(route.index.numel() for route in routes)
+    return GreedyAgreement(decoder.graphed, own, routed, sum(same), count)
 
 
 @dataclass(frozen=True)
-class ExpertUse:
+class RouteSpread:
     """How evenly tokens are routed, means over layers and steps.
 
-    `experts` is how many experts have a token; `busiest` the tokens of the one with the most, as a multiple of
-    what each would have if all had as many.
+    `experts` is how many experts have a token; `busiest` the tokens of the one with the most, as a multiple
+    of what each would have if all had as many.
     """
 
     experts: float
     busiest: float
 
 
-def use_of(indices: Sequence[Tensor], experts: int) -> ExpertUse:
+def use_of(indices: Sequence[Tensor], experts: int) -> RouteSpread:
     """How evenly tokens are routed, of the experts [tokens, k] of every layer and step."""
     counts = torch.stack([index.flatten().bincount(minlength=experts) for index in indices]).float()
     busiest = counts.amax(dim=1) / counts.mean(dim=1)
-    return ExpertUse(float((counts > 0).sum(dim=1).float().mean()), float(busiest.mean()))
+    return RouteSpread(float((counts > 0).sum(dim=1).float().mean()), float(busiest.mean()))
 
 
 @torch.no_grad()
-def use_in_steps(model: PreTrainedModel, texts: Tensor, new_tokens: int) -> ExpertUse:
+def use_in_steps(model: PreTrainedModel, texts: Tensor, new_tokens: int) -> RouteSpread:
     """How evenly the last `new_tokens` of texts, int64 [batch, tokens], are routed, a step at a time."""
     with recorded(model) as calls:
         model(texts, use_cache=False, logits_to_keep=1)
@@ -149,4 +159,4 @@ def use_in_steps(model: PreTrainedModel, texts: Tensor, new_tokens: int) -> Expe
         for route in joined(calls)
         for step in route.index.view(*texts.shape, -1)[:, -new_tokens:].unbind(1)
     ]
-    return use_of(steps, len(experts_of(model)[0].gate_up_proj))
+    return use_of(steps, len(next(expert_modules(model)).gate_up_proj))

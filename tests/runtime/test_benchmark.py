@@ -58,6 +58,16 @@ def test_a_run_times_the_prompt_and_every_step(model: PreTrainedModel, device: t
     assert run(decoder, ids, 1).step_seconds == ()
 
 
+def test_texts_go_on_with_a_continuation(model: PreTrainedModel):
+    """What is chosen after each of its tokens is what the model chooses after the whole text so far."""
+    ids, continuation = prompts(1024, 2, 24).split([20, 4], dim=1)
+    chosen = run(GreedyDecoder(model, 2, 24), ids, 4, continuation).tokens
+    with torch.no_grad():
+        logits = model(torch.cat([ids, continuation[:, :-1]], dim=1)).logits[:, 19:]
+    assert torch.equal(chosen, logits.argmax(dim=-1))
+    assert not torch.equal(chosen, continuation)
+
+
 def test_prompts_are_the_same_each_time_and_no_two_alike():
     assert torch.equal(prompts(1024, 8, 16), prompts(1024, 8, 16))
     assert len({tuple(row) for row in prompts(1024, 8, 16).tolist()}) == 8
