@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from neuzip.runtime.activations import Activations
+    from neuzip.runtime.expert_memory import ExpertMemory
     from neuzip.runtime.weights import WeightUse
 
 
@@ -88,6 +89,8 @@ class CompressingQuantizer(HfQuantizer):
         self.residency = config.residency
         self.ternary_mode = "none"  # of ternary layers of which neither the config nor a config.json says one
         self._activations = config.activations
+        self._expert_memory = config.expert_memory
+        self._experts: ExpertMemory | None = None
         self._is_placed = isinstance(config, PlacedConfig)
         self.failure: Exception | None = None
         self.is_stored_compressed: bool = self.pre_quantized
@@ -97,15 +100,17 @@ class CompressingQuantizer(HfQuantizer):
         self.pre_quantized = False
         self._uses: dict[str, WeightUse] = {}
         self._can_compile_experts = True
-        self._expert_bytes, self._pool_bytes = config.expert_bytes, config.expert_pool_bytes
+        self._pool_bytes = config.expert_pool_bytes
 
     def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         """Raise UsageError for places where weights of this residency cannot lie."""
-        from neuzip.runtime.hf.residency import expanded, require_places
+        from neuzip.runtime.hf.residency import expanded, require_expert_places, require_places
 
         is_open = isinstance(device_map, str)  # asked again when it has become places
         if not (is_open or self._is_placed):
-            require_places(self.residency, expanded(device_map or {"": "cpu"}))
+            places = list(expanded(device_map or {"": "cpu"}))
+            require_places(self.residency, places)
+            require_expert_places(self._expert_memory, places)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the model. Raises UsageError for one whose weights are not compressed in memory."""
@@ -145,17 +150,23 @@ class CompressingQuantizer(HfQuantizer):
         return _compression(self)
 
     def preprocess_model(self, model: PreTrainedModel, dtype: object = None, **_: object) -> None:
-        """Find the parameters that can be compressed; modules stay as they are."""
-        from neuzip.runtime.hf.residency import compressible
+        """Find the parameters that can be compressed; modules stay as they are.
+
+        Raises UsageError for a limit on the memory of experts where there are none.
+        """
+        from neuzip.runtime.expert_memory import ExpertMemory
+        from neuzip.runtime.hf.residency import compressible, require_experts
 
         self._uses = compressible(model)
+        require_experts(model, self._uses, self._expert_memory)
+        self._experts = None if self._expert_memory is None else ExpertMemory(self._expert_memory)
         model.is_quantized = True  # type: ignore[assignment]
         model.quantization_method = METHOD  # type: ignore[assignment]
 
     def compress(self, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A parameter that has arrived, compressed if it fits and that pays."""
-        from neuzip.runtime.hf.residency import compress, offload_experts
-        from neuzip.runtime.weights import AnsWeight, BitWeight
+        from neuzip.runtime.hf.residency import compress
+        from neuzip.runtime.weights import BitWeight
 
         expected = model.get_parameter(name)
         if hasattr(expected, "_local_tensor"):  # a DTensor
@@ -170,12 +181,7 @@ class CompressingQuantizer(HfQuantizer):
             if not use.looked_up and self.activations(model).at(name.rpartition(".")[0]) != "none":
                 return weight
             weight = weight.dense()
-        parameter: torch.Tensor = compress(weight, use, self.residency)
-        if self._expert_bytes is not None:
-            parameter = offload_experts(parameter, self._expert_bytes)
-            if isinstance(parameter, AnsWeight) and len(parameter.stored) == 3:
-                self._expert_bytes = max(0, self._expert_bytes - parameter.stored_bytes)
-        return parameter
+        return compress(weight, use, self.residency, self._experts, name)
 
     def activations(self, model: PreTrainedModel) -> Activations:
         """How inputs of ternary layers are quantised: by the config, config.json or `ternary_mode`."""

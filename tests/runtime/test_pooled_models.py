@@ -81,11 +81,11 @@ def test_which_experts_are_computed_one_by_one() -> None:
 
 
 def test_bytes_of_experts_are_checked() -> None:
-    for options in ({"expert_bytes": -1}, {"expert_pool_bytes": 0.5}):
+    for options in ({"expert_memory": -1}, {"expert_pool_bytes": 0.5}):
         with pytest.raises(UsageError, match="is no number of bytes"):
             NeuzipConfig("ans", **options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="`expert_bytes`: experts of the residency 'packed'"):
-        load_model("nowhere", residency="packed", expert_bytes=5)
+    with pytest.raises(UsageError, match="experts of `residency='packed'` are not decoded"):
+        load_model("nowhere", residency="packed", expert_pool_bytes=5)
 
 
 # On a GPU.
@@ -142,7 +142,7 @@ def test_a_model_is_loaded_with_codes_in_host_memory(tmp_path: Path) -> None:
     plain = load_model(tmp_path, device="cuda", residency="ans")
     whole = memory(plain).of("ans")
     half = load_model(
-        tmp_path, device="cuda", residency="ans", expert_bytes=whole.stored_bytes // 2,
+        tmp_path, device="cuda", residency="ans", expert_memory=whole.stored_bytes // 2,
         expert_pool_bytes=1 << 22,
     )  # fmt: skip
     used = memory(half).of("ans")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from neuzip.kernels.rans.coded import (
     COLUMNS,
@@ -188,7 +189,7 @@ def decode_chosen_kernel(
     base, rows, places, programs, chosen, out, first, length, items, parts, per_slot, slot_bytes,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
-    STREAM: tl.constexpr, COMPILED: tl.constexpr,
+    STREAM: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of a part of the item that a slot of `out` holds: `chosen[first + slot]`.
 
@@ -199,6 +200,9 @@ def decode_chosen_kernel(
 
     Programs of slots without an item, and of those from `length` on, end at once.
     """
+    if USE_PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     slot = tl.program_id(0) // per_slot
     programs += 2 * (tl.program_id(0) - slot * per_slot)
     part, number = tl.load(programs), tl.load(programs + 1)
