@@ -39,7 +39,9 @@ def grouped_linear(
     """
     rows, bias = rows.contiguous(), None if bias is None else bias.contiguous()
     y: Tensor
-    if _on_gpu(rows) and packed.words.numel() and len(rows):
+    if len(rows) == 0:
+        return rows.new_empty(0, packed.shape[0] // experts)
+    if _on_gpu(rows) and packed.words.numel():
         mean = len(routing.position) / experts
         packed = _fetched(packed, experts, routing)
         if multiplies_on_hopper(packed, experts):

@@ -22,7 +22,7 @@ from neuzip.runtime import buffers
 from neuzip.runtime.weights import AnsWeight, PackedWeight
 from neuzip.runtime.weights.expert_pool import can_pool, pooled_experts
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def random(
