@@ -37,7 +37,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from weight_laws import generator_on, trained_like
 
 from neuzip.kernels import tuning
-from neuzip.kernels.expert_pool.ops import ExpertsInUse, experts_in_use, pool_linear, tile_rows
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
+from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear, tile_rows
 from neuzip.kernels.experts import ops as experts_ops
 from neuzip.kernels.experts import reference
 from neuzip.runtime import buffers

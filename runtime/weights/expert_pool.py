@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from neuzip.errors import NeuzipError
-from neuzip.kernels.expert_pool.ops import ExpertsInUse, experts_in_use, pool_linear, tile_rows
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
+from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear, tile_rows
 from neuzip.kernels.experts import ops as experts_ops
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.ops import Activation

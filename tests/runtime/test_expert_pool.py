@@ -14,6 +14,7 @@ from ans_codes import ans_experts
 from neuzip.errors import NeuzipError
 from neuzip.kernels.expert_pool import ops as pool_ops
 from neuzip.kernels.expert_pool import reference as pool_reference
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
 from neuzip.kernels.experts import reference
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.routing import route
@@ -71,7 +72,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     routing, rows = route(
         torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 16, dtype=torch.bfloat16), 2, 16
     )
-    used = pool_ops.ExpertsInUse(routing, *pool_reference.slot_lists(routing, 2))
+    used = ExpertsInUse(routing, *pool_reference.slot_lists(routing, 2))
     for pool in (torch.zeros(2, 8, 17, dtype=rows.dtype), torch.zeros(2, 8, 16)):
         with pytest.raises(ValueError, match=r"columns|both are bf16"):
             pool_ops.pool_linear(rows, pool, used)
