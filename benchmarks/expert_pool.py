@@ -4,9 +4,10 @@
         [--seconds 0.1]
 
     layer     a layer without its router, for some numbers of tokens; and its decoding and products alone
+    vectors   few tokens, with a pool and multiplied while they are decoded
     pools     pools of fewer slots than experts in use: what rounds cost
     host      codes in host memory: bytes that the link carries, and its speed
-    launches  candidates for kernels/tuning/smNN/expert_pool.toml
+    launches  candidates for kernels/tuning/smNN: expert_pool.toml, and multiply in rans.toml
 
 Times are medians of CUDA events. Calls of a case lie in one CUDA graph, one for each layer of LAYERS, whose
 weights and routes differ, and cases take turns. Nothing is timed before decoded experts are the dense ones
@@ -21,6 +22,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,11 +37,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from weight_laws import generator_on, trained_like
 
 from neuzip.kernels import tuning
-from neuzip.kernels.expert_pool.ops import ExpertsInUse, experts_in_use, pool_linear, tile_rows
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
+from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear, tile_rows
 from neuzip.kernels.experts import ops as experts_ops
 from neuzip.kernels.experts import reference
 from neuzip.runtime import buffers
-from neuzip.runtime.weights import AnsWeight
+from neuzip.runtime.weights import AnsWeight, expert_vectors
 from neuzip.runtime.weights import expert_pool as pools
 
 Tensor = torch.Tensor
@@ -50,6 +53,8 @@ SHAPES = {"qwen3-30b-a3b": (128, 2048, 768, 8), "mixtral-8x7b": (8, 4096, 14_336
 
 LAYERS = 3
 """Layers of a graph, so that the weights of one are not in the L2 when its turn comes again."""
+
+FEW_TOKENS = (1, 2, 3, 4, 8)
 
 TOKENS = (1, 8, 32, 128, 512, 2048)
 
@@ -112,10 +117,13 @@ class Routes:
 def main() -> None:
     """Measure, print, save."""
     sections: dict[str, Callable[..., list[Row]]] = {
-        "layer": layer_rows, "pools": pool_rows, "host": host_rows, "launches": launch_rows
+        "layer": layer_rows, "vectors": vector_rows, "pools": pool_rows, "host": host_rows,
+        "launches": launch_rows,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", nargs="+", choices=sections, default=["layer", "pools", "host"])
+    parser.add_argument(
+        "--sections", nargs="+", choices=sections, default=["layer", "vectors", "pools", "host"]
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=0.1, help="of a case")
     arguments = parser.parse_args()
@@ -242,6 +250,35 @@ def timed(calls: Sequence[Sequence[Callable[[], object]]], seconds: float) -> li
     return in_turns(runs, [len(each) for each in calls], None, seconds)
 
 
+@contextmanager
+def vectors_up_to(tokens: int) -> Iterator[None]:
+    """Within which experts of up to so many tokens are multiplied while they are decoded."""
+    before, expert_vectors.MOST_TOKENS = expert_vectors.MOST_TOKENS, tokens
+    try:
+        yield
+    finally:
+        expert_vectors.MOST_TOKENS = before
+
+
+def vector_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row]:
+    """Few tokens in both ways."""
+    rows = []
+    for tokens in FEW_TOKENS:
+        each = cases(shape, layers, tokens)
+        runs = [captured([bf16(*case) for case in each])]
+        for most in (0, tokens):
+            with vectors_up_to(most):
+                runs.append(captured([pooled(*case) for case in each]))
+        times = in_turns(runs, [len(each)] * 3, None, seconds)
+        dense, pool, vectors = (statistics.median(mine) for mine in times)
+        for name, mine in zip(("bf16", "pool", "vectors"), times, strict=True):
+            rows.append({"shape": shape, "tokens": tokens, "by": name} | spread(mine, "us"))
+        print(f"{shape:16}{tokens:5} tokens  bf16 {dense:9.1f} us, pool {pool:9.1f} us {dense / pool:.3f}x, "
+              f"vectors {vectors:9.1f} us {dense / vectors:.3f}x", flush=True)  # fmt: skip
+        buffers.release()
+    return rows
+
+
 def pool_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row]:
     """Pools of several sizes, where experts in use do not all fit."""
     rows = []
@@ -289,7 +326,7 @@ def host_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row]:
 
 def launch_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row]:
     """Candidates of the products' launch, by tokens: the best are printed, and what the table has."""
-    rows = []
+    rows = multiply_rows(shape, layers, seconds)
     for tokens in TOKENS:
         each = [
             (layer, routes, in_use(routes, SHAPES[shape][0]))
@@ -309,6 +346,27 @@ def launch_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row
                 flush=True,
             )
             rows.append({"shape": shape, "tokens": tokens, "by": name, "us": times[None]})
+    return rows
+
+
+def multiply_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row]:
+    """Candidates of products of one token: warps and registers."""
+    each, times = cases(shape, layers, 1), {}
+    weights = [weight for layer in layers for weight in layer.coded]
+    rows = []
+    for warps, registers in itertools.product((4, 8), (48, 56, 64)):
+        use = {"num_warps": warps, "registers": registers}
+        with tuning.replaced({"rans.multiply": [{"use": use}]}):
+            for weight in weights:
+                weight.__dict__.pop(expert_vectors._TABLES, None)
+            mine = timed([[pooled(*case) for case in each]], seconds)[0]
+        name = f"{warps} warps, {registers} registers"
+        times[name] = statistics.median(mine)
+        rows.append({"shape": shape, "tokens": 1, "by": name} | spread(mine, "us"))
+    for weight in weights:
+        weight.__dict__.pop(expert_vectors._TABLES, None)
+    best = "; ".join(f"{name} {times[name]:.1f} us" for name in sorted(times, key=lambda name: times[name]))
+    print(f"{shape:16}    1 token: {best}", flush=True)
     return rows
 
 

@@ -293,6 +293,17 @@ class ResidentTensor:
         result._shift_streams(streams.data_ptr() - result.memory.data_ptr())
         return result
 
+    def without_escapes(self) -> ResidentTensor:
+        """A copy whose blocks have no escapes, but common exponents in their place: of one on a device."""
+        assert self.host is None
+        copied = self.on(self.memory.clone())
+        arrays = _arrays(copied.memory, self.layout)
+        words = copied.memory.view(torch.int16)
+        headers = arrays["starts"] // 2
+        arrays["counts"] -= 2 * (words[headers].int() & 0xFFFF)
+        words[headers] = 0
+        return copied
+
     def _shift_streams(self, nbytes: int) -> None:
         """Say that the streams are so many bytes further from the buffer."""
         self._descriptors[:, [WORDS_END, NORMALISER, *range(PLANES, PLANES + len(WIDTHS))]] += nbytes

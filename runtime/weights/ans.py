@@ -102,6 +102,14 @@ class AnsWeight(CompressedWeight):
         """Bytes of the codes that lie in memory of the host."""
         return sum(resident.host_bytes for resident in self.residents)
 
+    def chunks_of_experts(self) -> list[list[tuple[ResidentTensor, int]]]:
+        """The coded tensors and chunks of each expert, in the order of its rows."""
+        experts, out, _ = self.stored
+        chunks: list[list[tuple[ResidentTensor, int]]] = [[] for _ in range(experts)]
+        for (resident, number), part in zip(self.chunks, self.parts, strict=True):
+            chunks[part.start // out].append((self.residents[resident], number))
+        return chunks
+
     def offloaded(self, device_bytes: int = 0) -> AnsWeight:
         """This weight with its codes in memory of the host, from which its device decodes them.
 

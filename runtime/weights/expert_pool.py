@@ -7,7 +7,7 @@
 A pool is memory that all layers share, of at most `limit` bytes. It has a slot for each expert that may be in
 use, or as many as fit. If fewer fit, experts have their turn in rounds, whose number depends on sizes alone.
 So all this can be captured in a CUDA graph. Both matrices of an expert are decoded by one launch where all
-experts fit, as few blocks do not fill a GPU.
+experts fit, as few blocks do not fill a GPU. For one token `expert_vectors` needs no pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from neuzip.errors import NeuzipError
-from neuzip.kernels.expert_pool.ops import ExpertsInUse, experts_in_use, pool_linear, tile_rows
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
+from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear, tile_rows
 from neuzip.kernels.experts import ops as experts_ops
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.ops import Activation
@@ -32,6 +33,7 @@ from neuzip.runtime import buffers
 from neuzip.runtime.buffers import PoolUnit
 from neuzip.runtime.weights.ans import AnsWeight, require_decoder
 from neuzip.runtime.weights.base import rows_at_a_time
+from neuzip.runtime.weights.expert_vectors import vector_experts
 
 LIMIT = 1 << 30
 """Bytes of a pool, at most, unless another limit is given."""
@@ -123,11 +125,15 @@ def pooled_experts(
     require_decoder(x.device)
     if not index.numel():
         return x.new_zeros(len(x), second.shape[2 if transposed else 1])
+    gate = Gate() if activation is None else activation
+    if isinstance(gate, Gate) and norm is None and not transposed:
+        y = vector_experts(x, index, weights, first, second, gate, first_bias, second_bias)
+        if y is not None:
+            return y
     routing, rows = experts_ops.route(index, x, experts, tile_rows(index.numel(), experts, x.device))
     used = experts_in_use(routing, experts)
 
     def activate(rows: Tensor) -> Tensor:
-        gate = Gate() if activation is None else activation
         return experts_ops.apply_gate(rows, routing, gate) if isinstance(gate, Gate) else gate(rows)
 
     matrices = _Matrix(first, transposed, first_bias), _Matrix(second, transposed, second_bias)
@@ -250,7 +256,7 @@ def _known_pool(weights: Sequence[AnsWeight]) -> ExpertPool | None:
     known: dict[int, ExpertPool] = weights[0].__dict__.setdefault(_TABLES, {})
     pool = known.get(len(weights))
     if pool is None or not _same(pool.residents, residents):
-        matrices = [_chunks(weight) for weight in weights]
+        matrices = [weight.chunks_of_experts() for weight in weights]
         if not can_choose(matrices):
             return None
         items = coded_items(matrices)
@@ -261,12 +267,3 @@ def _known_pool(weights: Sequence[AnsWeight]) -> ExpertPool | None:
 
 def _same(some: Sequence[Sequence[object]], others: Sequence[Sequence[object]]) -> bool:
     return [[id(one) for one in row] for row in some] == [[id(one) for one in row] for row in others]
-
-
-def _chunks(weight: AnsWeight) -> list[list[tuple[ResidentTensor, int]]]:
-    """The chunks of each expert, in the order of its rows."""
-    experts, out, _ = weight.stored
-    chunks: list[list[tuple[ResidentTensor, int]]] = [[] for _ in range(experts)]
-    for (resident, number), part in zip(weight.chunks, weight.parts, strict=True):
-        chunks[part.start // out].append((weight.residents[resident], number))
-    return chunks

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import is_compiled, launch
-from neuzip.kernels.expert_pool.ops import ExpertsInUse
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
 from neuzip.kernels.tuning import launch_for
 
 _GROUP = tl.constexpr(8)
