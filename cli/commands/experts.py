@@ -26,7 +26,7 @@ EXAMPLES = [
     "neuzip experts my-mixture --text my.txt -o use.json",
     "",
     "A target then gives rarely chosen experts fewer bits:",
-    "neuzip compress my-mixture small --max-kld 0.01 --text my.txt --expert-use use.json",
+    "neuzip compress my-mixture fits --target-size 40% --expert-use use.json",
 ]
 
 NEEDS = {"--overwrite": ("--output", "--plot")}

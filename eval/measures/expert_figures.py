@@ -13,7 +13,7 @@ from neuzip.formats.records import Loss
 
 @dataclass(frozen=True)
 class ExpertFigures(TensorFigures):
-    """The same tensor of several experts of a layer: sums of bytes, means of entropies, the largest errors.
+    """A tensor of several experts of a layer, summed up: bytes, mean entropies, the largest errors.
 
     The shape begins with the number of experts. `least_ratio` and `largest_ratio` are the stored bytes as a
     share of the original's, of the expert with the smallest share and of that with the largest.

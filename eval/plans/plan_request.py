@@ -17,7 +17,7 @@ DropLayers = int | Literal["auto"]
 """Number of layers to drop: 0 for none, "auto" for as many as pay."""
 
 
-GivenUse = ExpertUse | Literal["auto", "none"]
+RequestedUse = ExpertUse | Literal["auto", "none"]
 """How often experts are chosen: as counted before; "auto" to count, "none" to treat all experts alike."""
 
 
@@ -41,7 +41,7 @@ class TargetRequest:
     coder: Device = CPU
     jobs: int | None = None
     drop_layers: DropLayers = 0
-    expert_use: GivenUse = "auto"
+    expert_use: RequestedUse = "auto"
 
 
 @dataclass(frozen=True)

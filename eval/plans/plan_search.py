@@ -28,7 +28,7 @@ from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.plans.candidates import GroupCandidates, predict_candidates
 from neuzip.eval.plans.expert_groups import split_by_use
 from neuzip.eval.plans.layer_plans import LayerPredictions
-from neuzip.eval.plans.plan_request import GivenUse, Stages, TargetRequest
+from neuzip.eval.plans.plan_request import RequestedUse, Stages, TargetRequest
 from neuzip.eval.plans.plan_trials import Planner, SearchResult
 from neuzip.eval.plans.reach import FixedBytes, OutOfReach, predict_reach
 from neuzip.eval.plans.search import upper
@@ -136,17 +136,17 @@ def _sensitivity(
 
 
 def _expert_use(
-    given: GivenUse,
+    requested: RequestedUse,
     groups: Sequence[TensorGroup],
     model: PreTrainedModel | None,
     baseline: BaselineComparison | None,
     stage: Stage,
 ) -> ExpertUse | None:
-    """How often experts are chosen: as `given`, or counted on the text if there are single experts."""
-    if isinstance(given, ExpertUse):
-        return given
+    """How often experts are chosen: as requested, or counted on the text if there are single experts."""
+    if isinstance(requested, ExpertUse):
+        return requested
     single = any(expert_name(t.name) is not None for group in groups for t in group.tensors)
-    if given == "none" or not single or model is None or baseline is None:
+    if requested == "none" or not single or model is None or baseline is None:
         return None
     windows = CalibrationWindows.of(baseline.ids[: USE_TOKENS + 1], MEASURED_WINDOW, baseline.front)
     with stage("experts", windows.tokens, "tokens") as advance:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from neuzip.compress import Rule
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.texts import Text
-    from neuzip.eval.plans.plan_request import DropLayers, GivenUse, TargetRequest
+    from neuzip.eval.plans.plan_request import DropLayers, RequestedUse, TargetRequest
     from neuzip.eval.plans.reach import Reach
     from neuzip.eval.plans.sensitivity import Method
 
@@ -100,7 +100,7 @@ def prepare_search(
     file.
     """
     target = goal.target(0)  # a slip of the pen is told before anything is read
-    use = _given_use(expert_use)
+    use = _requested_use(expert_use)
     document = None if text is None else read_text(text)
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.plans.deliver import MAX_TOKENS
@@ -132,10 +132,10 @@ def prepare_search(
     return PreparedSearch(request, document, baseline, lossless)
 
 
-def _given_use(given: str | os.PathLike[str]) -> GivenUse:
-    """The use of experts that a file says, or the word that was given in place of one. Raises NeuzipError."""
-    words: dict[object, GivenUse] = {"auto": "auto", "none": "none"}
-    return words[given] if given in words else read_use(Path(given))
+def _requested_use(value: str | os.PathLike[str]) -> RequestedUse:
+    """The use of experts that a file says, or the word in place of one. Raises NeuzipError."""
+    words: dict[object, RequestedUse] = {"auto": "auto", "none": "none"}
+    return words[value] if value in words else read_use(Path(value))
 
 
 def _require_experts(source: FolderSource, use: ExpertUse, file: str | os.PathLike[str]) -> None:

@@ -38,6 +38,7 @@ REQUIRED = {
     "sweep": ["SRC", "--text", "T"],
     "ternarize": ["SRC", "DST"], "recover": ["SRC", "--text", "T", "-o", "O"],
     "patch-attention": ["SRC", "DST", "--text", "T"], "layers": ["SRC", "--text", "T"],
+    "experts": ["SRC", "--text", "T"],
     "export": ["SRC", "DST"],
 }  # fmt: skip
 """What each command needs besides an option that is tried."""

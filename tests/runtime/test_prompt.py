@@ -178,6 +178,7 @@ def test_device_that_is_not_there(monkeypatch):
     [
         ("generate", "{0}", "--prompt", "x"), ("bench", "{0}"), ("eval", "{0}", "--text", "demo"),
         ("layers", "{0}", "--text", "demo"), ("sweep", "{0}", "--text", "demo"),
+        ("experts", "{0}", "--text", "demo"),
         ("ternarize", "{0}", "{0}.t"), ("recover", "{0}", "--text", "demo", "-o", "{0}.r", "--steps", "1"),
     ],
     ids=lambda command: command[0],
