@@ -354,7 +354,7 @@ CHANGES = {
     "y not waited for": ({"tma.store_wait(0)\n    outs": "outs"}, WRONG),
     "y written twice": ({"place[2] + i * 128": "place[2]"}, WRONG),
     "no such tile": ({"minimum(tile, tiles - 1)": "minimum(tile, tiles)"}, WRONG),
-    "wrong shift": ({"fars[row], base4": "fars[row] >> 1, base4"}, WRONG),
+    "wrong shift": ({"fars[row], HALF": "fars[row] >> 1, HALF"}, WRONG),
     "no other escapes": ({"bits, e, 0x8000": "bits, e, 0x4000"}, WRONG),
     "an unknown name": ({"gl.minimum(turn": "gl.median(turn"}, AttributeError),
     "others' sums are not added": ({"range(rank + 1, last + 1, AT": "range(last + 1, last + 1, AT"}, WRONG),

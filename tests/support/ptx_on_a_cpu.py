@@ -7,6 +7,7 @@ of addresses, or of truth values. Every thread has its own place in the code. Th
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +27,20 @@ def permuted_bytes(a: Any, b: Any, selected: int) -> Any:
     return sum((both >> 8 * (selected >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
 
 
+def by_table(a: Any, b: Any, c: Any, table: int) -> Any:
+    """Bit 4 a + 2 b + c of the table, for every bit of a, b and c."""
+    rows = [(i & 4, i & 2, i & 1) for i in range(8) if table >> i & 1]
+    ones = [(a if x else ~a) & (b if y else ~b) & (c if z else ~c) & 0xFFFFFFFF for x, y, z in rows]
+    return functools.reduce(operator.or_, ones, 0)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
+    "lop3.b32": by_table,
+    "shf.l.wrap.b32": lambda low, high, by: (high << (by & 31) | low >> 32 - (by & 31)) & 0xFFFFFFFF,
     "sub.u32": lambda a, b: (a - b) & 0xFFFFFFFF,
     "bfe.u32": lambda a, start, length: a >> start & (1 << length) - 1,
     "popc.b32": lambda a: sum(a >> i & 1 for i in range(32)),

@@ -154,7 +154,7 @@ def prepared_launch(
     return PreparedLaunch(
         many_rows, FREE, FREE, BoxedTensor(words, tuple(words.shape), words.stride(), box),
         packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
-        packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, *sharing,
+        packed.turn_escapes, FREE, FREE, FREE, packed.base * 0x01010101, 2.0**packed.shift, *sharing,
         packed.shape[1] // TURN, rounds, tiles, packed.shape[0], *grouping,
         LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
         ROWS=tile, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],

@@ -289,7 +289,7 @@ def _sums(
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr, shared, weights, sharing, bias, y, base, scale, grouping, tiles, N,
+    GROUP: gl.constexpr, shared, weights, sharing, bias, y, base4, scale, grouping, tiles, N,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, GATED: gl.constexpr,
     USE_PDL: gl.constexpr,
@@ -302,7 +302,6 @@ def _multiply(
     lane, warp = t % 32, t // 32
     r, q = lane // 4, lane % 4
     bit = q % 2 * 16 + 2 * r
-    base4 = base * 0x01010101
     share = _share(sharing)
     rank, segments = share[0], share[4]
     turn_number = 0
@@ -415,12 +414,12 @@ def _load_x(
 
 @gluon.jit(
     do_not_specialize=[
-        "base", "blocks", "cut", "cutters", "turns", "rounds", "tiles", "N", "expert_tiles", "tile_blocks",
+        "base4", "blocks", "cut", "cutters", "turns", "rounds", "tiles", "N", "expert_tiles", "tile_blocks",
         "split",
     ]
 )  # fmt: skip
 def many_rows(
-    x, y, words, far_index, far, turn_index, escapes, bias, parts, counters, base, scale, blocks, cut,
+    x, y, words, far_index, far, turn_index, escapes, bias, parts, counters, base4, scale, blocks, cut,
     cutters, turns, rounds, tiles, N, table, used, expert_tiles, tile_blocks, split,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
@@ -457,11 +456,11 @@ def many_rows(
     gl.warp_specialize(
         [
             (_multiply, (
-                0, shared, weights, sharing, bias, y, base, scale, grouping, tiles, N, LOW, HALF, FIRST_HALF,
+                0, shared, weights, sharing, bias, y, base4, scale, grouping, tiles, N, LOW, HALF, FIRST_HALF,
                 OTHER_HALF, ROWS, STAGES, WORD_STAGES, GATED, USE_PDL,
             )),
             (_multiply, (
-                1, shared, weights, sharing, bias, y, base, scale, grouping, tiles, N, LOW, HALF, FIRST_HALF,
+                1, shared, weights, sharing, bias, y, base4, scale, grouping, tiles, N, LOW, HALF, FIRST_HALF,
                 OTHER_HALF, ROWS, STAGES, WORD_STAGES, GATED, USE_PDL,
             )),
             (_load_words, (shared, words, sharing, grouping, P, WORD_STAGES, FIRST_STAGES, ROWS, GATED)),

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from neuzip.kernels.packed_linear.form import PackedLayout
 from neuzip.kernels.packed_linear.tensor import format_of
-from neuzip.kernels.packed_linear.triton.slots import high_bytes, low_bytes
+from neuzip.kernels.packed_linear.triton.slots import low_bytes, signs_of, unsigned_bytes
 
 HIGH_PLANES_F16 = gl.constexpr(PackedLayout(format_of(torch.float16), 8).planes - 8)
 HIGH_PLANES_BF16 = gl.constexpr(PackedLayout(format_of(torch.bfloat16), 8).planes - 8)
@@ -53,6 +53,12 @@ def _escapes_turned() -> str:
 
 
 _NO_ESCAPE = gl.constexpr(NO_ESCAPE)
+_SIGNS_AND_FARS = (
+    gl.constexpr(  # lop3 0xe4 takes bits of the first where the third has ones, else of the second
+        "{ .reg .b32 far; shf.l.wrap.b32 far, $3, $3, $4;"
+        " lop3.b32 $0, $2, far, $5, 0xe4; lop3.b32 $1, far, $2, $5, 0xe4; }"
+    )
+)
 _TURNED = gl.constexpr(_escapes_turned())
 _TURNED_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + [str(i) for i in range(8)] + ["r", "r", "r", "l", "r"]))
 
@@ -115,6 +121,29 @@ def _planes(words, turn, other, P: gl.constexpr, WANTED: gl.constexpr, GROUP: gl
 
 
 @gluon.jit
+def _rotated(word, BITS: gl.constexpr):
+    """A word whose bits go to the left, and those that leave it to its right end."""
+    return gl.inline_asm_elementwise(
+        "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r", [word, BITS], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _signs_and_fars(sign, far, HALF: gl.constexpr):
+    """Two words, each with the signs of 4 groups of 4 slots and their far bits, which one rotation moves.
+
+    From bit G of a byte the sign of group G goes to bit 7, its far bit to bit 5 (HALF) or 2. The first word
+    has groups 0, 1, 4 and 5 (HALF), or 0, 2, 4 and 6: bits of others would come to the same places.
+    """
+    FAR: gl.constexpr = 30 if HALF else 27
+    FIRST: gl.constexpr = 0x33333333 if HALF else 0x55555555
+    return gl.inline_asm_elementwise(
+        _SIGNS_AND_FARS, "=&r,=r,r,r,r,r", [sign, far, FAR, FIRST], dtype=(gl.int32, gl.int32), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def half_bytes(
     words, turn, fars, escape, others, escapes, lane, base4,
     P: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, H: gl.constexpr, WANTED: gl.constexpr,
@@ -127,10 +156,16 @@ def half_bytes(
     planes = _planes(words, turn, escape, P, WANTED, GROUP)
     lows = ()
     highs = ()
+    TURNED: gl.constexpr = 0x20202020 if HALF else 0x04040404
+    bits = ()
+    for row in gl.static_range(2):
+        bits += (_signs_and_fars(signs_of(planes[row], LOW, HALF), fars[row], HALF),)
     for g in gl.static_range(4 * H, 4 * H + 4):
         for row in gl.static_range(2):
             lows += (low_bytes(planes[row], LOW, g),)
-            highs += (high_bytes(planes[row], fars[row], base4, LOW, HALF, g),)
+            own = bits[row][(g // 2 if HALF else g) % 2]
+            own = _rotated(own, 7 - g) & (TURNED | -0x7F7F7F80)
+            highs += (unsigned_bytes(planes[row], base4, LOW, HALF, g) ^ own,)
     return lows, _turn_escapes(highs, escape, others, escapes, lane, 8 * H)
 
 

@@ -60,16 +60,27 @@ def low_bytes(words, LOW: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def high_bytes(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
-    """The high bytes of 4 slots, from the words of all planes of a row, and its far word."""
+def unsigned_bytes(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
+    """The high bytes of 4 slots without signs, and as if there were no far words, from the words of a row."""
     if HALF:
         code = _field(words, LOW + 2, 2, G) | (_field(words, LOW + 4, 1, G) << 2)
         high = ((base4 - code) << 2) | _field(words, LOW, 2, G)
-        sign = words[LOW + 5]
     else:
         high = base4 - _field(words, LOW, 2, G)
-        sign = words[LOW + 2]
-    return differ(high, far, G, HALF) | ((sign << (7 - G)) & -0x7F7F7F80)
+    return high
+
+
+@triton.jit
+def signs_of(words, LOW: tl.constexpr, HALF: tl.constexpr):
+    """The word of signs: of the 4 slots of group G bit G of each byte."""
+    return words[LOW + 5] if HALF else words[LOW + 2]
+
+
+@triton.jit
+def high_bytes(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
+    """The high bytes of 4 slots, from the words of all planes of a row, and its far word."""
+    high = differ(unsigned_bytes(words, base4, LOW, HALF, G), far, G, HALF)
+    return high | ((signs_of(words, LOW, HALF) << (7 - G)) & -0x7F7F7F80)
 
 
 @triton.jit
