@@ -16,6 +16,7 @@ from packed_linear import in_turns
 from record import spread
 from transformers import PreTrainedModel
 
+from neuzip.runtime.decode.benchmark import synchronize
 from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.experts import has_single_experts
 
@@ -44,9 +45,10 @@ def layer_rows(
     models = {name: model for name, model in forms.items() if not has_single_experts(model)}
     blocks = {name: [layer.mlp for layer in model.model.layers] for name, model in models.items()}
     dense = [layer.mlp for layer in bf16.model.layers]
-    exact = in_fp64(dense[0].experts)
     device, rows = input_device(bf16), []
+    synchronize(device)  # of what was done on another stream
     with torch.cuda.stream(stream()) if device.type == "cuda" else nullcontext():
+        exact = in_fp64(dense[0].experts)
         for tokens in (1 << n for n in range(most_tokens.bit_length())):
             timed = {name: each for name, each in blocks.items() if tokens <= MOST_TOKENS.get(name, tokens)}
             checks = {

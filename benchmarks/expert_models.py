@@ -31,8 +31,8 @@ PERTURBATION = 0.1
 """Standard deviation of what the weights of an upcycled expert differ by, as a share of each weight."""
 
 COMMON: dict[str, Any] = {
-    "max_position_embeddings": 8192, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def qwen(layers: int) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=151_936, hidden_size=2048, moe_intermediate_size=768, intermediate_size=6144,
         num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1e6, **COMMON,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, **COMMON,
     )  # fmt: skip
 
 
