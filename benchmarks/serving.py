@@ -55,23 +55,38 @@ def serving(arguments: argparse.Namespace, folder: Path, results: Results) -> No
 def steps_in_turns(
     models: Sequence[PreTrainedModel], batch: int, new_tokens: int, most_tokens: int
 ) -> list[float]:
-    """Median steps of models that take turns, in seconds: runs minutes apart would differ more.
-
-    Each turn is in the other direction than the one before. The caches have room for `most_tokens`.
-    """
+    """Median steps of models that take turns, in seconds: the caches have room for `most_tokens`."""
     decoders = [GreedyDecoder(model, batch, PROMPT + most_tokens) for model in models]
     ids = prompts(models[0].config.vocab_size, batch, PROMPT)
-    steps: list[list[float]] = [[] for _ in models]
+    return [statistics.median(steps) for steps in step_times(decoders, ids, new_tokens)]
+
+
+def step_times(
+    decoders: Sequence[GreedyDecoder],
+    ids: torch.Tensor,
+    new_tokens: int,
+    continuation: torch.Tensor | None = None,
+) -> list[list[float]]:
+    """Seconds of every step of decoders that take turns: runs minutes apart would differ more.
+
+    Each turn is in the other direction than the one before. For `continuation` see `run`.
+    """
+    steps: list[list[float]] = [[] for _ in decoders]
     order = list(zip(decoders, steps, strict=True))
     for _ in range(TURNS):
         for decoder, mine in order:
-            mine += run(decoder, ids, new_tokens).step_seconds
+            mine += run(decoder, ids, new_tokens, continuation).step_seconds
         order.reverse()
-    return [statistics.median(mine) for mine in steps]
+    return steps
 
 
 def prefill_in_turns(models: Sequence[PreTrainedModel], tokens: int) -> list[float]:
-    """Median seconds of one prompt of models that take turns, behind one prompt that does not count."""
+    """Median seconds of one prompt of models that take turns."""
+    return [statistics.median(mine) for mine in prefill_times(models, tokens)]
+
+
+def prefill_times(models: Sequence[PreTrainedModel], tokens: int) -> list[list[float]]:
+    """Seconds of one prompt, several times, of models that take turns, behind one that does not count."""
     free_memory()
     decoders = [GreedyDecoder(model, 1, tokens + 1, graph=False) for model in models]
     ids = prompts(models[0].config.vocab_size, 1, tokens)
@@ -81,4 +96,4 @@ def prefill_in_turns(models: Sequence[PreTrainedModel], tokens: int) -> list[flo
             mine.append(run(decoder, ids, 1).prefill_seconds)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return [statistics.median(mine[1:]) for mine in seconds]
+    return [mine[1:] for mine in seconds]

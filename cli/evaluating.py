@@ -20,7 +20,7 @@ from neuzip.cli.source import resolved_model
 from neuzip.cli.text import count_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError, shell
-from neuzip.runtime.requirements import require_device, require_quantisable
+from neuzip.runtime.requirements import require_device, require_expert_memory, require_quantisable
 from neuzip.runtime.residencies import Residency
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class EvalOptions:
     device_map: DeviceMap | None
     dtype: DtypeName
     residency: Residency
+    expert_memory: int | None
     activations: Activations | None
     kv_bits: options.KvBits | None
     attention: Attention
@@ -76,6 +77,7 @@ def run(chosen: EvalOptions) -> None:
     out = Output(json=chosen.json, quiet=chosen.quiet)
     refuse_contradictions(chosen)
     mode = require_quantisable(chosen.activations, chosen.residency)
+    require_expert_memory(chosen.expert_memory, chosen.residency)
     if mode is not None and chosen.tasks is not None:
         raise _not_for_tasks("--activations", mode, "follow config.json")
     names = chosen_conventions(chosen.conventions)
@@ -129,8 +131,8 @@ def _measure(
         task = prepare(
             paths, document, conventions=names, window=chosen.window, stride=chosen.stride,
             max_tokens=chosen.max_tokens, device=chosen.device, device_map=chosen.device_map,
-            dtype=chosen.dtype, residency=chosen.residency, activations=mode,
-            kv_bits=options.bits(chosen.kv_bits), attention=chosen.attention,
+            dtype=chosen.dtype, residency=chosen.residency, expert_memory=chosen.expert_memory,
+            activations=mode, kv_bits=options.bits(chosen.kv_bits), attention=chosen.attention,
         )  # fmt: skip
         evaluation = _evaluate_text(out, ranks, task, by_default=names is None)
         if chosen.sparsity and ranks.is_first:
@@ -174,7 +176,7 @@ def _evaluate_tasks(out: Output, paths: Sequence[Path], tasks: str, chosen: Eval
         scores = evaluate_tasks(
             paths, tasks.split(","), limit=chosen.limit, device=chosen.device,
             device_map=chosen.device_map, dtype=chosen.dtype, residency=chosen.residency,
-            on_requests=advance,
+            expert_memory=chosen.expert_memory, on_requests=advance,
         )  # fmt: skip
     show_tasks(out, scores)
     return scores

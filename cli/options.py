@@ -9,6 +9,7 @@ import typer
 
 from neuzip.choices import Activations, Attention, DeviceName
 from neuzip.cli import tracebacks
+from neuzip.errors import UsageError
 from neuzip.runtime.residencies import RESIDENCIES, Residency, in_words
 
 SourceArgument = Annotated[
@@ -59,6 +60,15 @@ ResidencyOption = Annotated[
     Residency,
     typer.Option(help=f"In-memory weight format: {in_words(e.summary for e in RESIDENCIES.values())}"),
 ]
+ExpertMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-memory",
+        metavar="SIZE",
+        help="Experts on the GPU: at most SIZE, as in 8GiB; the others stay in host memory",
+        show_default=False,
+    ),
+]
 ActivationsOption = Annotated[
     Activations | None,
     typer.Option(help="Activation quantisation for ternary weights (default: as in config.json)"),
@@ -89,6 +99,18 @@ ExcludeOption = Annotated[
         "--exclude", metavar="GLOB", help="Store tensors with matching names uncompressed; repeatable"
     ),
 ]
+
+
+def size(expert_memory: str | None) -> int | None:
+    """The bytes that --expert-memory gives. Raises UsageError."""
+    from neuzip.eval.plans.target_values import size_in_bytes
+
+    nbytes = None if expert_memory is None else size_in_bytes(expert_memory)
+    if expert_memory is not None and nbytes is None:
+        raise UsageError(
+            f"`expert_memory={expert_memory!r}`: is no size", "give a size with its unit: 8GiB, 500MB, 0B"
+        )
+    return nbytes
 
 
 def bits(kv_bits: KvBits | None) -> int | None:

@@ -72,11 +72,12 @@ OnRequests = Callable[[int], None]
 class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
     """A checkpoint that neuzip loads, plain or compressed, as a backend of lm-evaluation-harness.
 
-    `pretrained` is a folder or a Hub id; `residency` is how weights are kept in memory: dense, packed or ans.
-    `device` None is a GPU if there is any; `device_map`, or `parallelize` for "auto", spreads the model over
-    several; `batch_size` auto feeds about 16,384 tokens at once. The other options are those of the backend
-    `hf`. `on_requests` is told of requests answered; with it there are no bars of the harness. Raises
-    NeuzipError, and UsageError for options that do not apply.
+    `pretrained` is a folder or a Hub id; `residency` is how weights are kept in memory: dense, packed or ans;
+    `expert_memory` is what experts may take of a GPU in bytes, None for no limit. `device` None is a
+    GPU if there is any; `device_map`, or `parallelize` for "auto", spreads the model over several;
+    `batch_size` auto feeds about 16,384 tokens at once. The other options are those of the backend `hf`.
+    `on_requests` is told of requests answered; with it there are no bars of the harness. Raises NeuzipError,
+    and UsageError for options that do not apply.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
         pretrained: str,
         *,
         residency: str = "dense",
+        expert_memory: int | None = None,
         device: str | None = None,
         device_map: str | None = None,
         revision: str | None = None,
@@ -102,6 +104,7 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
             )
         self._folder = resolve_source(f"{pretrained}@{revision}" if revision else pretrained)
         self._residency, self._on_requests = residency, on_requests
+        self._expert_memory = expert_memory
         self._device_map = device_map or ("auto" if options.get("parallelize") else None)
         options["parallelize"] = self._device_map is not None
         self._by_tokens = str(options.get("batch_size", 1)).startswith("auto")
@@ -126,6 +129,7 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
             None if kind == "auto" else kind,
             self._device_map or self.device,
             residency=self._residency,
+            expert_memory=self._expert_memory,
             attention=False,
         )
         choose(self._model, "recorded", policy="always")  # it is its effect that is asked for
@@ -271,13 +275,15 @@ def evaluate_tasks(
     device_map: str | None = None,
     dtype: str = "auto",
     residency: str = "dense",
+    expert_memory: int | None = None,
     on_requests: OnRequests = lambda count: None,
 ) -> TaskEvaluation:
     """Run tasks with one checkpoint, or with the original and what was made of it, in this order.
 
     `tasks` are names or patterns that the harness knows, or YAML files of tasks; `limit` bounds the documents
-    of each. `dtype` auto is float32 for dense weights on a CPU, else the checkpoint's own. Raises UsageError
-    for tasks that there are not and NeuzipError for those whose data cannot be had.
+    of each. `dtype` auto is float32 for dense weights on a CPU, else the checkpoint's own.
+    `residency` and `expert_memory` are those of `load_model`. Raises UsageError for tasks that there are not
+    and NeuzipError for those whose data cannot be had.
     """
     place = choose_device(device) if device in ("auto", "cpu", "cuda") else torch.device(device)
     if dtype == "auto" and residency == "dense" and place.type == "cpu" and device_map is None:
@@ -289,7 +295,7 @@ def evaluate_tasks(
         for path in checkpoints:
             model = NeuzipLM(
                 os.fspath(path), residency=residency, device=str(place), device_map=device_map, dtype=dtype,
-                batch_size=batch_size, on_requests=on_requests,
+                batch_size=batch_size, expert_memory=expert_memory, on_requests=on_requests,
             )  # fmt: skip
             result = evaluator.simple_evaluate(
                 model, tasks=_load(manager, tasks), task_manager=manager, limit=limit

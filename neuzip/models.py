@@ -29,7 +29,12 @@ from neuzip.runtime.decode.sampling import Sampling
 from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
 from neuzip.runtime.hf.load import load_model
-from neuzip.runtime.requirements import require_quantisable, require_seed, require_stop
+from neuzip.runtime.requirements import (
+    require_expert_memory,
+    require_quantisable,
+    require_seed,
+    require_stop,
+)
 from neuzip.runtime.residencies import RESIDENCIES, Residency
 
 if TYPE_CHECKING:
@@ -53,6 +58,7 @@ def generate(
     seed: int | None = None,
     kv_bits: KvBits | None = None,
     residency: Residency = "dense",
+    expert_memory: int | None = None,
     activations: Activations | None = None,
     attention: Attention = "recorded",
     device: AnyDevice = "auto",
@@ -62,8 +68,8 @@ def generate(
     """Generate text from a prompt, with a loaded model or with a checkpoint, plain or compressed.
 
     `model` is what `load_model` returned, or a folder, or a Hub id. For a checkpoint, neuzip loads the model
-    with `residency`, `activations` and `attention` on `device`. For a loaded model, these arguments raise
-    UsageError. neuzip reads the tokenizer from the folder or repository of the model.
+    with `residency`, `expert_memory`, `activations` and `attention` on `device`. For a loaded model, these
+    arguments raise UsageError. neuzip reads the tokenizer from the folder or repository of the model.
 
     `chat` puts the prompt into the tokenizer's chat template; a `system` prompt comes first there and implies
     `chat`. The text ends after `max_new_tokens` tokens, where the model ends it, or before the first of the
@@ -83,16 +89,21 @@ def generate(
     require_stop(ends)
     if isinstance(model, str | os.PathLike):
         _require_ways(residency, activations, attention)
+        require_expert_memory(expert_memory, residency)
         place, mode = choose_device(device), require_quantisable(activations, residency)
         path = local("model", model)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
-        live = load_model(path, device=place, residency=residency, activations=mode, attention=False)
+        live = load_model(
+            path, device=place, residency=residency, expert_memory=expert_memory, activations=mode,
+            attention=False,
+        )  # fmt: skip
         choose(live, attention)
     else:
         origin = _origin(model)
         _refuse_of_loaded(
-            residency=residency != "dense", activations=activations is not None,
-            attention=attention != "recorded", device=device not in ("auto", None),
+            residency=residency != "dense", expert_memory=expert_memory is not None,
+            activations=activations is not None, attention=attention != "recorded",
+            device=device not in ("auto", None),
         )  # fmt: skip
         live = model
         path = local("model", origin)
@@ -116,6 +127,7 @@ def evaluate(
     device_map: DeviceMap | None = None,
     dtype: DtypeName = "auto",
     residency: Residency = "dense",
+    expert_memory: int | None = None,
     activations: Activations | None = None,
     kv_bits: KvBits | None = None,
     attention: Attention = "recorded",
@@ -130,6 +142,7 @@ def evaluate(
     `max_tokens` limits the evaluation to the first tokens of the text. `device_map` spreads each model over
     all GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
     `activations`, `kv_bits` and `attention` apply to the model of `source`, not to the original.
+    `expert_memory` limits the bytes of experts on a GPU, as in `load_model`.
 
     The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
     token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for
@@ -152,7 +165,7 @@ def evaluate(
     task = prepare(
         paths, document, conventions=names, window=window, stride=stride,
         max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
-        activations=mode, kv_bits=kv_bits, attention=attention,
+        expert_memory=expert_memory, activations=mode, kv_bits=kv_bits, attention=attention,
     )  # fmt: skip
     return evaluate_task(task, divergence=original is not None)
 

@@ -123,6 +123,13 @@ def lend(unit: PoolUnit, nbytes: int, product: Callable[[torch.Tensor], T]) -> T
         return ring.lend(unit, nbytes, product)
 
 
+def stay(unit: PoolUnit) -> None:
+    """Keep what kernels that are launched now read of a unit: until they are done, or with their graph."""
+    ring = _pool.ring(unit.sources[0].device)
+    with ring.lock:
+        ring.stay(unit)
+
+
 def release() -> None:
     """Give the memory of all devices back. It comes again when it is needed."""
     _pool.release()
@@ -358,6 +365,10 @@ class _Ring:
         """Take more memory if a unit finds too little."""
         self._largest = max(self._largest, _aligned(capacity))
         self._grow(int(CAPACITY * self._largest) if ahead else self._largest, stream)
+
+    def stay(self, unit: Unit) -> None:
+        """Keep what a unit is decoded from for the current stream."""
+        self._stay(unit, self._stream)
 
     def _stay(self, unit: Unit, stream: Any) -> None:
         """Keep what a unit is decoded from, as long as kernels here may read it."""

@@ -35,6 +35,9 @@ LOOKED_UP = ("embed", "wte", "wpe")
 
 HEADS = ("lm_head", "embed_out", "output.weight")
 
+EXPERTS = ".experts."
+"""A part of the names of tensors of experts, one by one or all together."""
+
 
 ROWS = (1, 16)
 """Rows of x of a step of one text, and of a prompt of up to 16 tokens."""
@@ -72,12 +75,26 @@ class StepShape:
 
 
 @dataclass(frozen=True)
+class MixtureShape:
+    """Sizes of the mixtures of experts of a model, of its config.json; k experts have a token."""
+
+    experts: int
+    k: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype
+    low_bits: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class ModelShapes:
     """What decides which kernels a model needs. `decoders`: full blocks of each kind, and any ragged one."""
 
     decoders: dict[Kind, tuple[int, bool]]
     matrices: frozenset[MatrixShape]
     step: StepShape | None
+    mixture: MixtureShape | None = None
 
 
 def prefetch_kernels(
@@ -111,6 +128,7 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
     """The shapes of the tensors of a checkpoint. What is damaged is passed over: who reads it reports it."""
     decoders: dict[Kind, tuple[int, bool]] = {}
     matrices: set[MatrixShape] = set()
+    experts: set[tuple[torch.dtype, int]] = set()
     names = {tensor.name for tensor in tensors}
     has_head = any(part in name for name in names for part in HEADS)
     for tensor in tensors:
@@ -125,6 +143,8 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
             full, ragged = decoders.get(kind, (0, False))
             decoders[kind] = full + numel // BLOCK, ragged or numel % BLOCK != 0
             unused = coding.fmt.mantissa_bits - coding.mantissa_bits
+        if EXPERTS in tensor.name and dtype in torch_dtypes_for("packed"):
+            experts.add((dtype, max(1, 8 - unused)))
         is_matrix = len(tensor.info.shape) == 2 and numel >= SMALLEST and tensor.info.shape[1] <= MAX_COLUMNS
         if not is_matrix or dtype not in torch_dtypes_for("packed"):
             continue
@@ -136,16 +156,35 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
                 out, columns, dtype, max(1, 8 - unused), bias, not looked_up or not has_head, looked_up
             )
         )
-    return ModelShapes(decoders, frozenset(matrices), _step_shape(source, matrices))
+    config = _config(source)
+    bias = any(EXPERTS in name and name.endswith("bias") for name in names)
+    return ModelShapes(
+        decoders, frozenset(matrices), _step_shape(config, matrices), _mixture_shape(config, experts, bias)
+    )
 
 
-def _step_shape(source: FolderSource, matrices: Iterable[MatrixShape]) -> StepShape | None:
-    """The sizes of a step; None where config.json does not say them all."""
+def _config(source: FolderSource) -> Any:
+    """The part of config.json that is about text; {} where it cannot be read."""
     try:
         document: Any = read_config(source.checkpoint.root / "config.json")
     except NeuzipError:
+        return {}
+    return document.get("text_config", document) if isinstance(document, dict) else {}
+
+
+def _mixture_shape(config: Any, forms: Iterable[tuple[torch.dtype, int]], bias: bool) -> MixtureShape | None:
+    """The sizes of mixtures of experts, whose tensors have these dtypes and low bits; None without any."""
+    experts = max(_size(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    k, hidden = _size(config, "num_experts_per_tok"), _size(config, "hidden_size")
+    inner = _size(config, "moe_intermediate_size") or _size(config, "intermediate_size")
+    if not forms or 0 in (experts, k, hidden, inner) or max(hidden, inner) > MAX_COLUMNS:
         return None
-    config = document.get("text_config", document) if isinstance(document, dict) else {}
+    dtype, low_bits = max(forms, key=lambda form: form[1])
+    return MixtureShape(experts, k, hidden, inner, dtype, low_bits, bias)
+
+
+def _step_shape(config: Any, matrices: Iterable[MatrixShape]) -> StepShape | None:
+    """The sizes of a step; None where config.json does not say them all."""
     dtypes = {matrix.dtype for matrix in matrices}
     names = "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
     sizes = [_size(config, name) for name in names]
@@ -174,6 +213,8 @@ def launches_on_meta(shapes: ModelShapes, residency: str, rows: Sequence[int]) -
     ]
     if residency != "dense":
         launches += _packed_launches(shapes.matrices, residency, rows)
+    if residency == "packed" and shapes.mixture is not None:
+        launches += [partial(_launch_mixture, shapes.mixture, count) for count in rows]
     if residency == "ans":
         launches.append(partial(_launch_parts, shapes.decoders))
     if shapes.step is not None:
@@ -199,6 +240,18 @@ def _packed_launches(
         for count in rows if residency == "packed" and m.multiplied else ():
             if count == 1 or not m.looked_up:  # of a prompt, only the last token goes through the head
                 yield partial(compile_products, packed, count, m.bias)
+
+
+def _launch_mixture(shape: MixtureShape, tokens: int) -> None:
+    """A layer of packed experts."""
+    from neuzip.kernels.experts.ops import compile_layer
+    from neuzip.kernels.packed_linear.tensor import PackedTensor
+
+    gate_up, down = (
+        PackedTensor.without_values(shape.experts * out, columns, shape.dtype, shape.low_bits)
+        for out, columns in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
+    )
+    compile_layer(gate_up, down, shape.experts, tokens, shape.k, shape.bias)
 
 
 def _launch_parts(decoders: dict[Kind, tuple[int, bool]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuzip.errors import UsageError
-from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
+from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu, offloading_names
 
 SEEDS = range(-(1 << 63), 1 << 64)
 """What torch takes as a seed."""
@@ -39,6 +39,39 @@ def require_quantisable(activations: str | None, residency: str) -> str | None:
             "add `residency='packed'`, which keeps ternary weights in 2 bits",
         )
     return None
+
+
+def require_expert_memory(expert_memory: object, *residencies: str) -> None:
+    """Raise UsageError for a value that is no number of bytes, or that no residency heeds. None: no limit."""
+    _require_bytes("expert_memory", expert_memory)
+    if expert_memory is None or any(RESIDENCIES[name].offloads_experts for name in residencies):
+        return
+    raise UsageError(
+        f"`expert_memory={expert_memory}` has no effect with {_named_residencies(residencies)}",
+        f"give {_named_residencies(offloading_names())}, whose experts a GPU can read from host memory",
+    )
+
+
+def require_expert_pool(expert_pool_bytes: object, residency: str) -> None:
+    """Raise UsageError for a value that is no number of bytes, or with a residency that has no such pool."""
+    _require_bytes("expert_pool_bytes", expert_pool_bytes)
+    if expert_pool_bytes is not None and residency != "ans":
+        raise UsageError(
+            f"`expert_pool_bytes={expert_pool_bytes}`: experts of `residency={residency!r}` are not decoded "
+            "to a pool",
+            "give `residency='ans'`, or leave it out",
+        )
+
+
+def _require_bytes(parameter: str, value: object) -> None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise UsageError(
+            f"`{parameter}={value!r}`: is no number of bytes", "give a whole number, such as 8589934592"
+        )
+
+
+def _named_residencies(names: Sequence[str]) -> str:
+    return " or ".join(f"`residency={name!r}`" for name in names)
 
 
 def require_device(device: str, residency: str = "dense") -> None:

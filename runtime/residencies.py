@@ -34,6 +34,9 @@ class ResidencyEntry:
     weight: str = ""
     """Module and class, "module:Class"; "" for ordinary tensors."""
 
+    offloads_experts: bool = False
+    """Whether experts that do not fit on a GPU can be read from host memory."""
+
     @property
     def is_slow_on_cpu(self) -> bool:
         """Whether a CPU runs it, by the reference code of its kernels."""
@@ -55,6 +58,7 @@ RESIDENCIES: dict[str, ResidencyEntry] = {
         gpu="compute capability 8.0 and later; prompts are fastest on Hopper",
         cpu="yes, through a slow reference",
         weight="neuzip.runtime.weights.packed:PackedWeight",
+        offloads_experts=True,
     ),
     "ans": ResidencyEntry(
         "rANS-coded (GPU only)",
@@ -62,6 +66,7 @@ RESIDENCIES: dict[str, ResidencyEntry] = {
         gpu="compute capability 8.0 and later",
         cpu="",
         weight="neuzip.runtime.weights.ans:AnsWeight",
+        offloads_experts=True,
     ),
 }
 """Each residency by its name."""
@@ -76,6 +81,11 @@ def in_words(words: Iterable[str]) -> str:
 def compressed_names() -> list[str]:
     """The residencies whose weights are compressed."""
     return [name for name, entry in RESIDENCIES.items() if entry.weight]
+
+
+def offloading_names() -> list[str]:
+    """The residencies whose experts can be read from host memory."""
+    return [name for name, entry in RESIDENCIES.items() if entry.offloads_experts]
 
 
 def compressed_on_cpu() -> str:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from cold_start import AIMS
+from expert_cases import MODEL_NAMES
 from packed_groups import LAW_NAMES, GroupFigures, group_figures, lossless
 
-from pages.layout import Document, judged, machine, renamed, render, slower, table
+from pages.layout import Document, judged, machine, renamed, render, slower, table, with_aim
 
 Row = dict[str, Any]
 
@@ -82,6 +83,78 @@ def serving(document: Document) -> dict[tuple[str, str], Row]:
     """Rows of decoding many texts and of a prompt, by what was measured and by form, without their ending."""
     rows = document["sections"]["serving"]["results"]
     return {(r["what"].removesuffix(SERVING), r["by"]): r for r in rows if r["what"].endswith(SERVING)}
+
+
+def experts(document: Document) -> str:
+    """Mixtures of experts: a table for each model, one of a layer of experts, and one of greedy tokens."""
+    rows = rows_of(document)
+    cases = list(dict.fromkeys((r["model"], r["law"]) for r in rows if "law" in r))
+    models = [
+        (MODEL_NAMES[model], next(r["layers"] for r in rows if r["model"] == model),
+         experts_table([r for r in rows if r["model"] == model and "layers" in r]))
+        for model in dict.fromkeys(model for model, _ in cases)
+    ]  # fmt: skip
+    errors = [r["error"] / r["bf16_error"] for r in rows if "bf16_error" in r]
+    greedy = [r for r in rows if "same_routes" in r]
+    return render("running.experts", document, models, layer_table(rows, cases), errors, greedy)
+
+
+DENSE_EXPERTS = ("grouped_mm", "batched_mm")
+"""How transformers computes experts with bf16 weights: the faster one is what others are compared with."""
+
+
+def experts_table(rows: Sequence[Row]) -> str:
+    """Figures of one model: a line for each law of weights and figure, a column for each form."""
+    lines = []
+    for law in dict.fromkeys(r["law"] for r in rows):
+        cases: dict[str, dict[str, Row]] = {}
+        for r in rows:
+            if r["law"] == law and ("tokens_s" in r or "gb" in r):
+                cases.setdefault(r["what"], {})[r["by"]] = r
+        for what, forms in cases.items():
+            peers = [forms[by] for by in DENSE_EXPERTS if by in forms]
+            fastest = max(peers, key=lambda r: float(r["ratio"]))
+            name = " (`batched_mm`)" if fastest["by"] == "batched_mm" else ""
+            lines.append([
+                what, LAW_NAMES[law], fastest.get("experts_in_use", ""), figure_of(fastest) + name,
+                *(compared(forms[form]) if form in forms else "" for form in ("packed", "ans")),
+            ])  # fmt: skip
+    return table(["what", "weights", "experts in use", "bf16", "packed", "ans"], lines)
+
+
+def figure_of(row: Row) -> str:
+    """A speed or a size with its unit."""
+    if "gb" in row:
+        return f"{row['gb']:.2f} GB, and {row['beside_gb']:.2f} GB beside them"
+    return f"{row['tokens_s']:,.0f} tokens/s"
+
+
+def compared(row: Row) -> str:
+    """A ratio to bf16 with its figure and its target."""
+    late = slower(row["ratio"]) if "tokens_s" in row else ""
+    graph = "" if row.get("graph", True) else ", no CUDA graph"
+    aims = row.get("must"), row.get("stretch")
+    most = row.get("most", False)
+    return f"{row['ratio']:.2f}{late}, {figure_of(row)}{graph}{with_aim(row['ratio'], aims, most=most)}"
+
+
+LAYER = ("layer of experts", "packed")
+"""What was measured, and by whom, in the rows of the table of one layer."""
+
+
+def layer_table(rows: Sequence[Row], cases: Sequence[tuple[str, str]]) -> str:
+    """Speeds of one layer of packed experts relative to bf16: a line for each number of tokens."""
+    layers = {(r["tokens"], r["model"], r["law"]): r for r in rows if (r["what"], r["by"]) == LAYER}
+    lines = [
+        [f"{tokens:,}", *(layer_cell(layers.get((tokens, *case))) for case in cases)]
+        for tokens in sorted({key[0] for key in layers})
+    ]
+    return table(["tokens", *(f"{MODEL_NAMES[model]}, {LAW_NAMES[law]}" for model, law in cases)], lines)
+
+
+def layer_cell(row: Row | None) -> str:
+    """A speed relative to bf16, in bold if it is slower in the two digits shown, and its time."""
+    return "" if row is None else f"{speed({'speedup': row['ratio']})} ({row['us']:,.0f} us)"
 
 
 def cold_start(document: Document) -> str:

@@ -58,7 +58,7 @@ def counts() -> str:
 
 CARD_RESULTS = {
     "gpu_codec": "decompression", "packed_linear": "packed matmuls", "generate": "packed and ans models",
-    "bitnet": "ternary models",
+    "experts": "mixtures of experts", "bitnet": "ternary models",
     "kv_attention": "the KV cache", "attention": "attention", "linear_cross_entropy": "cross-entropy",
     "train_memory": "training",
 }  # fmt: skip

@@ -15,7 +15,7 @@ from neuzip.cli.show.speeds import show_speeds
 from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
-from neuzip.runtime.requirements import require_device
+from neuzip.runtime.requirements import require_device, require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_names
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ AttentionOption = Annotated[
 def command(
     src: options.ModelArgument,
     residency: ResidencyOption = None,
+    expert_memory: options.ExpertMemoryOption = None,
     batch: BatchOption = "1,8,32",
     prompt_tokens: PromptTokensOption = None,
     new_tokens: NewTokensOption = 128,
@@ -86,6 +87,8 @@ def command(
     """Measure tokens/s and memory, compared with the dense model"""
     out = Output(json=json, quiet=quiet)
     residencies, batches = None if residency is None else _names(residency), _numbers(batch)
+    experts = options.size(expert_memory)
+    require_expert_memory(experts, *(residencies or compressed_names()))
     let_threads_sleep()
     out.loading()
     for name in residencies or ("dense",):
@@ -108,6 +111,7 @@ def command(
         kv_bits=options.bits(kv_bits),
         attention=attention,
         compiled=compiled,
+        expert_memory=experts,
     )
     if residencies is None and place.type == "cpu":
         out.status(
@@ -126,6 +130,7 @@ def command(
             "new_tokens": plan.new_tokens,
             "rounds": plan.rounds,
             "compiled": plan.compiled,
+            "expert_memory": plan.expert_memory,
             **vars(speeds),
         },
         quiet=[row.decode_tokens_per_second for row in speeds.rows],

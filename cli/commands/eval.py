@@ -27,7 +27,7 @@ EXAMPLES = [
 GROUPS = {
     "Text and perplexity": ("text", "original", "conventions", "window", "stride", "max_tokens"),
     "How the model runs": (
-        "residency", "activations", "kv_bits", "attention", "dtype", "device", "device_map",
+        "residency", "expert_memory", "activations", "kv_bits", "attention", "dtype", "device", "device_map",
     ),
     "Benchmark tasks": ("tasks", "limit"),
     "Report": ("page", "sweep", "sparsity", "overwrite"),
@@ -139,6 +139,7 @@ def command(
     device_map: DeviceMapOption = None,
     dtype: DtypeOption = "auto",
     residency: options.ResidencyOption = "dense",
+    expert_memory: options.ExpertMemoryOption = None,
     activations: options.ActivationsOption = None,
     kv_bits: KvBitsOption = None,
     attention: AttentionOption = "recorded",
@@ -158,7 +159,8 @@ def command(
         EvalOptions(
             src=src, text=text, original=original, conventions=conventions, window=window, stride=stride,
             max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
-            activations=activations, kv_bits=kv_bits, attention=attention, sparsity=sparsity, page=page,
-            sweep=sweep, tasks=tasks, limit=limit, overwrite=overwrite, json=json, quiet=quiet,
+            expert_memory=options.size(expert_memory), activations=activations, kv_bits=kv_bits,
+            attention=attention, sparsity=sparsity, page=page, sweep=sweep,
+            tasks=tasks, limit=limit, overwrite=overwrite, json=json, quiet=quiet,
         )
     )  # fmt: skip

@@ -19,7 +19,13 @@ from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 from neuzip.runtime.decode.sampling import Sampling
-from neuzip.runtime.requirements import require_device, require_quantisable, require_seed, require_stop
+from neuzip.runtime.requirements import (
+    require_device,
+    require_expert_memory,
+    require_quantisable,
+    require_seed,
+    require_stop,
+)
 from neuzip.runtime.residencies import RESIDENCIES
 
 PACKAGES = ("torch", "transformers")
@@ -35,7 +41,15 @@ EXAMPLES = [
 GROUPS = {
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
     "The prompt and the end of the text": ("prompt_option", "chat", "system", "max_new_tokens", "stop"),
-    "How the model runs": ("residency", "activations", "kv_bits", "attention", "device", "graph"),
+    "How the model runs": (
+        "residency",
+        "expert_memory",
+        "activations",
+        "kv_bits",
+        "attention",
+        "device",
+        "graph",
+    ),
 }
 
 PromptArgument = Annotated[
@@ -98,6 +112,7 @@ def command(
     min_p: MinPOption = 0.0,
     seed: SeedOption = None,
     residency: options.ResidencyOption = "dense",
+    expert_memory: options.ExpertMemoryOption = None,
     activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
     attention: options.AttentionOption = "recorded",
@@ -113,7 +128,8 @@ def command(
     sampling, ends = Sampling(temperature, top_k, top_p, min_p), [_unescaped(one) for one in stop or ()]
     require_seed(seed)
     require_stop(ends)
-    mode = require_quantisable(activations, residency)
+    mode, experts = require_quantisable(activations, residency), options.size(expert_memory)
+    require_expert_memory(experts, residency)
     let_threads_sleep()
     out.loading()
     require_device(device, residency)
@@ -132,6 +148,7 @@ def command(
     from neuzip.runtime.hf.attention import uses
     from neuzip.runtime.hf.attention_choice import choose
     from neuzip.runtime.hf.load import load_model
+    from neuzip.runtime.hf.residency import memory
     from neuzip.runtime.hf.ternary_layers import activations_in_use
 
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
@@ -143,7 +160,9 @@ def command(
     reset_peak(place)
     began = time.monotonic()
     with out.progress("load", None):
-        model = load_model(path, device=place, residency=residency, activations=mode, attention=False)
+        model = load_model(
+            path, device=place, residency=residency, expert_memory=experts, activations=mode, attention=False
+        )
     load_seconds = time.monotonic() - began
     layer_bits = choose(model, attention)
     with out.stream() as write:
@@ -155,6 +174,7 @@ def command(
         generation, text, task.ids.numel(), load_seconds, peak_bytes(place), residency,
         activations_in_use(model),
         options.bits(kv_bits), layer_bits, {} if layer_bits is None else uses(model), place,
+        memory(model).total.host_bytes,
     )  # fmt: skip
     show_generation(out, run)
     out.result(generation_json(run), quiet=generation.text.splitlines())

@@ -32,6 +32,7 @@ OBJECTS: Mapping[str, Keys] = {
         activations               : Activations or null - how activations of ternary weights were quantised
         compiled                  : boolean - whether steps were compiled
         decode_spread             : number - (slowest - fastest) / median of the decode times
+        host_bytes                : integer [bytes] - experts in pinned host memory
     """),
     "SweepRow": keys_of("""
         schema                  : integer - version of the row, which the files of --output have too
@@ -162,6 +163,7 @@ COMMANDS: Mapping[str, Keys] = {
         capture_seconds      : number [s] - time to capture the CUDA graph, after the first token
         tokens_per_second    : number or null [tokens/s] - speed after the first token and the capture
         peak_bytes           : integer or null [bytes] - peak memory
+        host_bytes           : integer [bytes] - experts in pinned host memory
         residency            : string - in-memory weight format
         activations          : Activations or null - how activations of ternary weights were quantised
         kv_bits              : integer or null - bits of the KV cache
@@ -180,6 +182,7 @@ COMMANDS: Mapping[str, Keys] = {
         new_tokens    : integer - tokens generated
         rounds        : integer - runs of which medians are taken
         compiled      : boolean - whether steps were compiled
+        expert_memory : integer or null [bytes] - experts on the GPU at most
         rows          : list of SpeedRow - each in-memory format and batch size
         dtype         : string - dtype the model computed in
         device        : string - where it ran

@@ -27,6 +27,7 @@ class GenerationRun:
     activations      how activations of ternary weights were quantised
     attention_bits   bits of each layer's attention, None for full precision; None if no layer is quantised
     attention_calls  number of attention calls by how they ran
+    host_bytes       bytes of experts in pinned host memory
     """
 
     generation: Generation
@@ -40,6 +41,7 @@ class GenerationRun:
     attention_bits: Sequence[int | None] | None
     attention_calls: Mapping[str, int]
     device: Device
+    host_bytes: int
 
 
 def show_generation(out: Output, run: GenerationRun) -> None:
@@ -47,6 +49,8 @@ def show_generation(out: Output, run: GenerationRun) -> None:
     generation, inputs = run.generation, run.activations
     weights = run.residency if inputs is None else f"{run.residency}, activations {inputs.text}"
     out.status(f"loaded in {seconds_text(run.load_seconds)}; {_summary(run, weights)}")
+    if run.host_bytes:
+        out.status(f"experts: {bytes_text(run.host_bytes)} in host memory")
     if run.device.type == "cuda":
         out.status(f"steps {_steps(generation)}")
     if generation.cache_bytes is not None:
@@ -71,6 +75,7 @@ def generation_json(run: GenerationRun) -> dict[str, object]:
         "capture_seconds": generation.capture_seconds,
         "tokens_per_second": generation.tokens_per_second,
         "peak_bytes": run.peak,
+        "host_bytes": run.host_bytes,
         "residency": run.residency,
         "activations": run.activations,
         "kv_bits": run.kv_bits,

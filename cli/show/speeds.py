@@ -65,8 +65,11 @@ def show_speeds(out: Output, plan: BenchmarkPlan, speeds: Speeds) -> None:
 def _weights(speeds: Speeds) -> str:
     """What the weights of each residency take in memory."""
     sizes = {row.residency: row.weight_bytes for row in speeds.rows}
+    host = {row.residency: row.host_bytes for row in speeds.rows}
     return ", ".join(
-        f"{name} {bytes_text(n)}" + ("" if name == "dense" else f" ({n / sizes['dense']:.2f})")
+        f"{name} {bytes_text(n)}"
+        + ("" if name == "dense" else f" ({n / sizes['dense']:.2f})")
+        + (f" and {bytes_text(host[name])} in host memory" if host[name] else "")
         for name, n in sizes.items()
     )
 

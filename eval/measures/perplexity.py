@@ -40,6 +40,7 @@ from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.hf.residency import memory
 from neuzip.runtime.hf.ternary_layers import activations_in_use
 from neuzip.runtime.hf.tokenizer import load_tokenizer
+from neuzip.runtime.requirements import require_expert_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,6 +170,7 @@ class EvaluationTask:
     kv_bits: int | None = None
     activations: str | None = None
     attention: AttentionChoice = "recorded"
+    expert_memory: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -205,6 +207,7 @@ def prepare(
     activations: str | None = None,
     kv_bits: int | None = None,
     attention: AttentionChoice = "recorded",
+    expert_memory: int | None = None,
 ) -> EvaluationTask:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
@@ -214,9 +217,10 @@ def prepare(
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
     checkpoint, and no other, attends to keys and values in as many bits; `activations` are its alone too (see
-    runtime/activations.py), and so is `attention` (see `runtime.hf.attention_choice.choose`). Raises
-    NeuzipError, and UsageError for what the model cannot do.
+    runtime/activations.py), and so is `attention` (see `runtime.hf.attention_choice.choose`). `expert_memory`
+    is for all models (see `load_model`). Raises NeuzipError, and UsageError for what the model cannot do.
     """
+    require_expert_memory(expert_memory, residency)
     paths = tuple(Path(path) for path in checkpoints)
     place = _place(device, device_map)
     own = residency != "dense" or isinstance(place, str) or place.type != "cpu"
@@ -237,7 +241,7 @@ def prepare(
         compared = tokenised.read(BOS, window)
     return EvaluationTask(
         paths, text, tuple(readings), compared, skipped, place, kind, residency, kv_bits, activations,
-        attention,
+        attention, expert_memory,
     )  # fmt: skip
 
 
@@ -354,7 +358,7 @@ def load(task: EvaluationTask, number: int) -> PreTrainedModel:
     is_last = number == len(task.paths) - 1
     model = load_model(
         task.paths[number], task.dtype, task.device, residency=task.residency,
-        activations=task.activations if is_last else None, attention=False,
+        expert_memory=task.expert_memory, activations=task.activations if is_last else None, attention=False,
     )  # fmt: skip
     choose(model, task.attention if is_last else "recorded", policy="always")
     return model

@@ -20,6 +20,9 @@ SIZE: Kind = "target-size"
 UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)},
          **{p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}}  # fmt: skip
 
+NUMBER = r"\d+(?:\.\d*)?|\.\d+"
+"""A positive decimal number, as a regular expression."""
+
 
 @dataclass(frozen=True)
 class CompressionTarget:
@@ -118,13 +121,23 @@ def target_size(text: str, original: int) -> CompressionTarget:
     >>> target_size("60%", 1000).limit, target_size("1.5 kB", 9000).limit
     (600, 1500)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?(%|[kKMGT]?i?B)", text.strip())
-    if match is None or (match[2] != "%" and match[2] not in UNITS):
+    match = re.fullmatch(rf"({NUMBER}) ?%", text.strip())
+    limit = size_in_bytes(text) if match is None else math.floor(float(match[1]) * (original / 100))
+    if limit is None:
         raise UsageError(
             f"`target_size={text!r}`: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
         )
-    unit = original / 100 if match[2] == "%" else UNITS[match[2]]
-    return CompressionTarget("target-size", text, math.floor(float(match[1]) * unit))
+    return CompressionTarget("target-size", text, limit)
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Bytes of a size with its unit, as `6GiB` or `500 MB`; None for a text that is no size.
+
+    >>> size_in_bytes("1.5 kB"), size_in_bytes("0B"), size_in_bytes("6")
+    (1500, 0, None)
+    """
+    match = re.fullmatch(rf"({NUMBER}) ?([kKMGT]?i?B)", text.strip())
+    return None if match is None or match[2] not in UNITS else math.floor(float(match[1]) * UNITS[match[2]])
 
 
 def value_of(kind: Kind, comparison: Comparison) -> Estimate:

@@ -72,8 +72,6 @@ def packed_experts(
         rows = gated_linear(rows, gate_up, experts, routing, gate, gate_up_bias)
     else:
         rows = _applied(gate, grouped_linear(rows, gate_up, experts, routing, gate_up_bias), routing)
-    if rows.shape[1] != down.shape[1]:
-        raise ValueError(f"the activation gives {rows.shape[1]} columns, `down` takes {down.shape[1]}")
     rows = grouped_linear(rows, down, experts, routing, down_bias, fresh=False)
     return weighted_sum(rows if norm is None else _applied(norm, rows, routing), routing, weights)
 
@@ -83,6 +81,32 @@ def _applied(function: Callable[[Tensor], Tensor], rows: Tensor, routing: Routin
     if torch.is_grad_enabled() and not rows.requires_grad:  # else the operator has written them
         cleaned(rows, routing)
     return function(rows)
+
+
+def compile_layer(
+    gate_up: PackedTensor, down: PackedTensor, experts: int, tokens: int, k: int, has_bias: bool = False
+) -> None:
+    """Compile what a layer of so many tokens launches, silu(gate) * up included, for the current GPU.
+
+    The weights have no values: they are on the meta device.
+    """
+    meta, dtype = torch.device("meta"), gate_up.dtype
+    general = not all(steps.multiplies_on_hopper(packed, experts) for packed in (gate_up, down))
+    x = torch.empty(tokens, gate_up.shape[1], dtype=dtype, device=meta)
+    index = torch.empty(tokens, k, dtype=torch.int64, device=meta)
+    first, second = (
+        torch.empty(experts, one.shape[0] // experts, dtype=dtype, device=meta) if has_bias else None
+        for one in (gate_up, down)
+    )
+    routing, rows = steps.route(index, x, experts, tile_rows(tokens * k, experts, meta, general))
+    if has_bias or not steps.multiplies_on_hopper(gate_up, experts):
+        rows = steps.grouped_linear(rows, gate_up, experts, routing, first)
+        rows = steps.apply_gate(rows, routing, Gate())
+    else:
+        rows = steps.gated_linear(rows, gate_up, experts, routing)
+    rows = steps.grouped_linear(rows, down, experts, routing, second, fresh=False)
+    for shares in (torch.float32, dtype):
+        steps.weighted_sum(rows, routing.position, torch.empty(tokens, k, dtype=shares, device=meta))
 
 
 def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, Tensor]:
@@ -107,8 +131,9 @@ def grouped_linear(
     fresh   False where a kernel between `route` and this one has waited for the routing, such as
             `gated_linear`: on Hopper this one reads it sooner then
 
-    Gradients flow to rows and bias.
+    Gradients flow to rows and bias. Raises ValueError and TypeError for rows that the weights do not take.
     """
+    _check_rows(rows, packed)
     if needs_operator(rows, packed.words, bias):
         return operators.linear(  # type: ignore[no-any-return]
             rows, routing.position, routing.tiles, routing.count, bias, routing.tile, experts,
@@ -131,6 +156,7 @@ def gated_linear(
         return apply_gate(grouped_linear(rows, packed, experts, routing, bias), routing, gate)
     if _needs_gradient(rows):
         return gated(grouped_linear(rows, packed, experts, routing), gate)
+    _check_rows(rows, packed)
     if needs_operator(rows, packed.words, None):
         return operators.gated_linear(  # type: ignore[no-any-return]
             rows, routing.position, routing.tiles, routing.count, routing.tile, experts, *packed.arguments
@@ -189,6 +215,14 @@ def _check(
             )
     if gate_up.shape[1] != x.shape[1]:
         raise ValueError(f"`x` has {x.shape[1]} columns, `gate_up` has {gate_up.shape[1]}")
+
+
+def _check_rows(rows: Tensor, packed: PackedTensor) -> None:
+    """Raise ValueError or TypeError for rows, such as an activation's, that packed weights do not take."""
+    if rows.shape[1] != packed.shape[1]:
+        raise ValueError(f"rows have {rows.shape[1]} columns, the packed weights {packed.shape[1]}")
+    if rows.dtype != packed.dtype:
+        raise TypeError(f"rows are of {rows.dtype}, the packed weights of {packed.dtype}")
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

@@ -39,8 +39,11 @@ def grouped_linear(
     """
     rows, bias = rows.contiguous(), None if bias is None else bias.contiguous()
     y: Tensor
-    if _on_gpu(rows) and packed.words.numel() and len(rows):
+    if len(rows) == 0:
+        return rows.new_empty(0, packed.shape[0] // experts)
+    if _on_gpu(rows) and packed.words.numel():
         mean = len(routing.position) / experts
+        packed = _fetched(packed, experts, routing)
         if multiplies_on_hopper(packed, experts):
             y = _gluon().grouped_linear(rows, packed, experts, routing, bias, fresh)
         elif launch_for("experts.decoded", rows.device, mean=mean)["pays"]:
@@ -60,6 +63,7 @@ def gated_linear(rows: Tensor, packed: PackedTensor, experts: int, routing: Rout
     """silu(gate) * up of each tile in one launch, where `multiplies_on_hopper`: to [.., out / 2]."""
     if len(rows) == 0:
         return rows.new_empty(0, packed.shape[0] // experts // 2)
+    packed = _fetched(packed, experts, routing)
     return _gluon().gated_linear(rows.contiguous(), packed, experts, routing)  # type: ignore[no-any-return]
 
 
@@ -101,15 +105,31 @@ def weighted_sum(rows: Tensor, position: Tensor, weights: Tensor) -> Tensor:
 
 
 def multiplies_on_hopper(packed: PackedTensor, experts: int) -> bool:
-    """Whether the kernels for Hopper multiply with the weights where these are."""
-    if packed.words.is_cuda and is_hopper(packed.device):
+    """Whether the kernels for Hopper multiply with the weights; for the meta device, on the current GPU."""
+    if packed.device.type != "cpu" and is_hopper(packed.device):
         return bool(_gluon().can_multiply(packed, experts))
     return False
 
 
+def _fetched(packed: PackedTensor, experts: int, routing: Routing) -> PackedTensor:
+    """Weights whose words in host memory are copied to the GPU first, if a product would read many twice.
+
+    Every tile of rows reads the words of its expert. So it depends on how full tiles are, by the mean. The
+    copy takes all experts, in use or not, and the memory of their words until the product has ended.
+    """
+    if packed.words.is_cuda:
+        return packed
+    fill = len(routing.position) / (experts * routing.tile)
+    copies = launch_for("experts.host_words", packed.device, fill=fill)["copied"]
+    return packed.fetched() if copies else packed
+
+
 def _on_gpu(tensor: Tensor) -> bool:
-    """Whether Triton does the work; plain torch does it on a CPU. Raises ValueError for other devices."""
-    if tensor.is_cuda:
+    """Whether Triton does the work; plain torch does it on a CPU. Raises ValueError for other devices.
+
+    Of tensors on the meta device launches are compiled for the current GPU, and nothing runs.
+    """
+    if tensor.is_cuda or tensor.is_meta:
         return True
     if tensor.device.type != "cpu":
         raise ValueError(f"packed experts are on a CUDA device or on the CPU, not on {tensor.device}")

@@ -122,13 +122,14 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
     if needs_operator(x, packed.words, bias):
         return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
-    return product(x, packed, bias)
+    return product(x, packed.fetched(), bias)
 
 
 def is_usual(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
     """Whether x and bias fit the weights and nothing else has a say, so that `product` can be called.
 
-    Every product asks this, so it asks torch for as little as possible.
+    Not with words in host memory, which are fetched first. Every product asks this, so it asks torch for as
+    little as possible.
     """
     words = packed.words
     return (
@@ -188,7 +189,7 @@ def _decode(start, stop, *weights):  # type: ignore[no-untyped-def]
 @_decode.register_fake
 def _(start, stop, *weights):  # type: ignore[no-untyped-def]
     packed = PackedTensor.of_arguments(*weights)
-    return packed.words.new_empty((stop - start, packed.shape[1]), dtype=packed.dtype)
+    return packed.far_index.new_empty((stop - start, packed.shape[1]), dtype=packed.dtype)
 
 
 @torch.library.custom_op(
@@ -210,7 +211,7 @@ def _rows(ids, *weights):  # type: ignore[no-untyped-def]
     packed = PackedTensor.of_arguments(*weights)
     out, columns = packed.shape
     flat = ids.contiguous().view(-1)
-    if _on_gpu(packed.words):
+    if _on_gpu(packed.far_index):
         from neuzip.kernels.packed_linear.triton import pack as triton_pack
 
         dense = torch.empty(flat.numel(), columns, dtype=packed.dtype, device=packed.device)
@@ -226,14 +227,14 @@ def _rows(ids, *weights):  # type: ignore[no-untyped-def]
 @_rows.register_fake
 def _(ids, *weights):  # type: ignore[no-untyped-def]
     packed = PackedTensor.of_arguments(*weights)
-    return packed.words.new_empty((*ids.shape, packed.shape[1]), dtype=packed.dtype)
+    return packed.far_index.new_empty((*ids.shape, packed.shape[1]), dtype=packed.dtype)
 
 
 @torch.library.custom_op(
     "neuzip::packed_linear", mutates_args=(), schema=f"(Tensor x, Tensor? bias, {_WEIGHTS}) -> Tensor"
 )
 def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
-    return product(x, PackedTensor.of_arguments(*weights), bias)
+    return product(x, PackedTensor.of_arguments(*weights).fetched(), bias)
 
 
 @_linear.register_fake
@@ -284,7 +285,7 @@ def _as_numpy(packed: PackedTensor) -> Packed:
 def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
     """Write as many rows as `dense` has, from row `start` on."""
     stop = start + dense.shape[0]
-    if _on_gpu(packed.words):
+    if _on_gpu(packed.far_index):
         from neuzip.kernels.packed_linear.triton import pack as triton_pack
 
         triton_pack.decode(packed, start, stop, dense)
@@ -297,7 +298,7 @@ def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     """x @ weights.T + bias where `is_usual`: from the packed form where that is faster, else decoded."""
     out, columns = packed.shape
     y = None
-    if x.numel() and packed.words.numel() and _on_gpu(packed.words):
+    if x.numel() and packed.words.numel() and _on_gpu(packed.far_index):
         y = _multiply_packed(x.contiguous(), packed, None if bias is None else bias.contiguous())
     if y is None:
         y = _multiply_decoded(x.reshape(math.prod(x.shape[:-1]), columns), packed, bias)

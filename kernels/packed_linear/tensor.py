@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
+from neuzip.kernels.device.host_memory import pinned_copy
 from neuzip.kernels.dtypes import dtype_of, torch_dtypes_for
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.packed_linear.form import (
@@ -42,7 +43,8 @@ def format_of(dtype: torch.dtype) -> FloatFormat:
 class PackedTensor:
     """Weights [out, in] in the packed form, as arrays of one device: `Packed` of the package, in torch.
 
-    Who fills arrays on a GPU calls `wait` before they are multiplied with.
+    The words of weights on a GPU may be in pinned host memory, which kernels read over the link to the host:
+    `in_host_memory`. Who fills arrays on a GPU calls `wait` before they are multiplied with.
 
     words     int32 [tiles, planes, lane_words, 8, 2]
     far_index int32 [tiles, pairs, 2]
@@ -101,8 +103,8 @@ class PackedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays are."""
-        return self.words.device
+        """Where the arrays are, but for words in host memory, and where products take place."""
+        return self.far_index.device
 
     @property
     def layout(self) -> PackedLayout:
@@ -111,13 +113,37 @@ class PackedTensor:
 
     def wait(self) -> None:
         """Wait until the arrays are there: products read them before the previous kernel has ended (PDL)."""
-        if self.words.is_cuda:
-            torch.cuda.current_stream(self.words.device).synchronize()
+        if self.far_index.is_cuda:
+            torch.cuda.current_stream(self.far_index.device).synchronize()
+
+    def in_host_memory(self) -> PackedTensor:
+        """Weights on a GPU with a copy of the words in pinned host memory, and the other arrays as they are.
+
+        The host waits for the copy. Raises ValueError for weights elsewhere, and NeuzipError where there is
+        no such memory.
+        """
+        if not self.far_index.is_cuda:
+            raise ValueError(f"words are kept in host memory for weights on a GPU, not on {self.device}")
+        return replace(self, words=pinned_copy(self.words, self.device))
+
+    def fetched(self) -> PackedTensor:
+        """Words of host memory copied to the GPU, other weights as they are. The host does not wait.
+
+        The copy is one of the current stream, in a CUDA graph as well.
+        """
+        if self.host_bytes == 0:
+            return self
+        return replace(self, words=self.words.to(self.device, non_blocking=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, index, escapes and row starts included."""
+        """Bytes in memory, index, escapes and row starts included, of the device and of the host."""
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of `nbytes` that are in host memory though the weights are on a GPU."""
+        return self.words.nbytes if self.words.device != self.device else 0
 
     @property
     def bits_per_weight(self) -> float:

@@ -44,8 +44,8 @@ class CodedItems:
     regions: tuple[SlotRegion, ...]
     slot_bytes: int
     launches: tuple[ChosenLaunch, ...]
-    memories: tuple[torch.Tensor, ...] = field(repr=False)
-    """What launches read: they know only where it is."""
+    sources: tuple[torch.Tensor, ...] = field(repr=False)
+    """All that launches read: of codes they know only where they are."""
 
     def decode(self, chosen: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Decode items into slots of `out`, uint8: item `chosen[first + s]`, int32, to slot s.
@@ -86,10 +86,10 @@ def coded_items(matrices: Sequence[Sequence[Sequence[ChunkOf]]]) -> CodedItems:
         parts += [list(chunks) for chunks in zip(*items, strict=True)]
         places += [start + before for before in accumulate([0, *sizes[:-1]])]
         end = start + sum(sizes) + margin
-    memories = {id(t.memory): t.memory for chunks in parts for t, _ in chunks}
-    return CodedItems(
-        tuple(regions), _aligned(end), tuple(_launches(parts, places)), tuple(memories.values())
-    )
+    launches = tuple(chosen_launches(parts, places))
+    memories = {id(m): m for chunks in parts for t, _ in chunks for m in t.memories}
+    tables = [table for one in launches for table in (one.rows, one.places, one.programs)]
+    return CodedItems(tuple(regions), _aligned(end), launches, (*memories.values(), *tables))
 
 
 def _own_bytes(tensor: ResidentTensor, number: int) -> int:
@@ -104,8 +104,13 @@ def _margin(items: Sequence[Sequence[ChunkOf]]) -> int:
     return 0 if own else BLOCK * chunks[0][0].layout.format.bits // 8
 
 
-def _launches(parts: Sequence[Sequence[ChunkOf]], places: Sequence[int]) -> list[ChosenLaunch]:
-    """One launch for the full blocks of each kind, and one for the ragged ones."""
+def chosen_launches(
+    parts: Sequence[Sequence[ChunkOf]], places: Sequence[int], warps: int | None = None
+) -> list[ChosenLaunch]:
+    """One launch for the full blocks of each kind, and one for the ragged ones. `parts[part][item]`.
+
+    `warps` are those of a program for full blocks, chosen by their number if not given.
+    """
     from neuzip.kernels.rans.triton.decode import warps_of
 
     base = parts[0][0][0].memory
@@ -120,8 +125,8 @@ def _launches(parts: Sequence[Sequence[ChunkOf]], places: Sequence[int]) -> list
     launches = []
     for (kind, ragged), table in blocks.items():
         most = [max(counts) for counts in table]
-        warps = 1 if ragged else warps_of(kind, sum(most), base.device)
-        programs = [(part, number) for part, count in enumerate(most) for number in range(-(-count // warps))]
+        own = 1 if ragged else warps or warps_of(kind, sum(most), base.device)
+        programs = [(part, number) for part, count in enumerate(most) for number in range(-(-count // own))]
         rows = [
             [
                 _row(tensor, number, base) if count else (0, 0)
@@ -131,7 +136,7 @@ def _launches(parts: Sequence[Sequence[ChunkOf]], places: Sequence[int]) -> list
         ]
         launches.append(
             ChosenLaunch(
-                kind, ragged, warps, base,
+                kind, ragged, own, base,
                 torch.tensor(rows, dtype=torch.int64).transpose(0, 1).contiguous().to(base.device),
                 torch.tensor(places, dtype=torch.int64).to(base.device),
                 torch.tensor(programs, dtype=torch.int32).to(base.device),

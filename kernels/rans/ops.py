@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuzip.kernels.device.host_memory import host_memory
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.rans.coded import (
     ALIGNMENT,
     COUNTS,
     FIRST,
     LAST,
+    NORMALISER,
     OUT,
     PATTERNS,
+    PLANES,
     ROW,
     STARTS,
     TABLES,
     TENSOR,
+    WIDTHS,
+    WORDS_END,
     CodedPart,
     CodedTensor,
     raise_if_corrupt,
@@ -171,16 +176,26 @@ def _part(memory: torch.Tensor, layout: ResidentLayout, chunk: Chunk) -> CodedPa
 
 
 @dataclass(frozen=True, eq=False)
+class HostStreams:
+    """The streams of a coded tensor in memory of the host that its device reads: uint8."""
+
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class ResidentTensor:
     """A coded tensor that stays on its device, to be decoded again and again: all of it in one buffer.
 
-    It is decoded chunk by chunk: one unless `of` is told otherwise. memory: uint8.
+    It is decoded chunk by chunk: one unless `of` is told otherwise. memory: uint8. With streams in `host`
+    memory, the buffer has only tables, some bytes for each block.
     """
 
     memory: torch.Tensor
     layout: ResidentLayout
     bounds: tuple[int, ...]
     """The weights with which the chunks start, and the end of the last."""
+
+    host: HostStreams | None = None
 
     _prepared: dict[int, Prepared] = field(default_factory=dict, init=False, repr=False)
 
@@ -224,7 +239,7 @@ class ResidentTensor:
         for name in ("starts", "counts", "tables", "exponents"):
             arrays[name].copy_(getattr(launch, name))
         places = {name: place.start for name, _, place in self.layout.arrays()}
-        descriptors = self.memory[self.layout.descriptors :].view(torch.int64).view(-1, APART // 8)
+        descriptors = self._descriptors
         descriptors[:, : launch.descriptors.shape[1]] = launch.descriptors
         host = torch.zeros(self.chunks, descriptors.shape[1], dtype=torch.int64)
         size = BLOCK * self.layout.format.bits // 8
@@ -238,9 +253,61 @@ class ResidentTensor:
         descriptors[:, own] = host[:, own].to(self.memory.device)
 
     @property
+    def _descriptors(self) -> torch.Tensor:
+        """The rows of all chunks, int64."""
+        return self.memory[self.layout.descriptors :].view(torch.int64).view(-1, APART // 8)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the device, tables included."""
         return self.memory.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in memory of the host."""
+        return 0 if self.host is None else self.host.memory.nbytes
+
+    @property
+    def memories(self) -> tuple[torch.Tensor, ...]:
+        """All that is read when it is decoded; what is on the device comes first."""
+        return (self.memory,) if self.host is None else (self.memory, self.host.memory)
+
+    def offloaded(self) -> ResidentTensor:
+        """This tensor with its streams in host memory: decoding reads them over the link, nothing else does.
+
+        The device keeps 12 bytes for each block of 16,384 weights, and 18 KiB of tables.
+        """
+        if self.host is not None:
+            return self
+        cut = _apart(self.layout.streams)
+        streams = host_memory(cut, self.memory.device)
+        streams.copy_(self.memory[:cut])
+        result = replace(
+            self,
+            memory=self.memory[cut:].clone(),
+            layout=replace(self.layout, streams=0),
+            host=HostStreams(streams),
+        )
+        result._descriptors[:, [ROW, STARTS, COUNTS, TABLES]] -= cut
+        result._descriptors[:, TENSOR] -= cut // 4
+        result._shift_streams(streams.data_ptr() - result.memory.data_ptr())
+        return result
+
+    def without_escapes(self) -> ResidentTensor:
+        """A copy whose blocks have no escapes, but common exponents in their place: of one on a device."""
+        assert self.host is None
+        copied = self.on(self.memory.clone())
+        arrays = _arrays(copied.memory, self.layout)
+        words = copied.memory.view(torch.int16)
+        headers = arrays["starts"] // 2
+        arrays["counts"] -= 2 * (words[headers].int() & 0xFFFF)
+        words[headers] = 0
+        return copied
+
+    def _shift_streams(self, nbytes: int) -> None:
+        """Say that the streams are so many bytes further from the buffer."""
+        self._descriptors[:, [WORDS_END, NORMALISER, *range(PLANES, PLANES + len(WIDTHS))]] += nbytes
+        _arrays(self.memory, self.layout)["starts"].add_(nbytes)
 
     @property
     def chunks(self) -> int:
@@ -291,8 +358,11 @@ class ResidentTensor:
         return out[self._prepare(number).own].view(PATTERNS[self.layout.format.bits])
 
     def on(self, memory: torch.Tensor) -> ResidentTensor:
-        """This tensor in other memory that has the same contents."""
-        return replace(self, memory=memory)
+        """This tensor in other memory that has the same contents. Streams of the host stay where they are."""
+        moved = replace(self, memory=memory)
+        if self.host is not None:
+            moved._shift_streams(self.memory.data_ptr() - memory.data_ptr())
+        return moved
 
     def _arguments(self, chunk: Chunk) -> tuple[str | int, ...]:
         layout = self.layout

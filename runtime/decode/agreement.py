@@ -29,12 +29,19 @@ class Agreement:
 def agreement(model: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor) -> Agreement:
     """What a model makes of `tokens` [batch, n] that another form of it took after `ids` [batch, m].
 
-    It reads the texts as they are, and makes its own choice for each place. A token is tied if its logit is
-    at most TIE roundings to the model's dtype below that of the choice.
+    It reads the texts as they are, and makes its own choice for each place: see `agreement_of_logits`.
     """
     device = input_device(model)
     ids, tokens = ids.to(device), tokens.to(device)
     logits: torch.Tensor = model(torch.cat([ids, tokens[:, :-1]], dim=1)).logits[:, ids.shape[1] - 1 :]
+    return agreement_of_logits(logits, tokens)
+
+
+def agreement_of_logits(logits: torch.Tensor, tokens: torch.Tensor) -> Agreement:
+    """How many of `tokens` [batch, n] have the largest logit of their place in `logits` [batch, n, words].
+
+    A token is tied if its logit is at most TIE roundings to the dtype of `logits` below the largest.
+    """
     own = logits.argmax(dim=-1)
     best, other = (logits.gather(-1, t.to(logits.device)[..., None])[..., 0].float() for t in (own, tokens))
     others = own != tokens.to(own.device)

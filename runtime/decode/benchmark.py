@@ -31,8 +31,10 @@ from neuzip.runtime.hf.decoder import positions
 from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
-from neuzip.runtime.hf.residency import memory, require_places
+from neuzip.runtime.hf.residency import memory, require_expert_places, require_places
 from neuzip.runtime.hf.ternary_layers import activations_in_use
+from neuzip.runtime.requirements import require_expert_memory
+from neuzip.runtime.residencies import RESIDENCIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,14 +60,15 @@ class DecodeRun:
 class Speed:
     """Medians of one residency, cache and batch; tokens a second are those of all texts of a batch together.
 
-    `weight_bytes` is what the parameters take; `peak_bytes` the most that loading and the run took, of the
-    GPUs' memory, or of the process on a CPU, None where the system does not tell. Ratios are to the dense
-    model. `differing_tokens` of `tokens` are not its tokens; texts part after `same_tokens` at the earliest.
-    Keys and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they
-    are read. Layers attend in `attention_bits`, None as they would; of the calls `attention_calls` says how
-    many were done in which way. `activations` is how inputs of ternary layers are quantised, None if not.
-    Steps, not prompts, were `compiled` by torch.compile, those of the dense model as well. `decode_spread` is
-    how far apart the medians of single runs are, as a share.
+    `weight_bytes` is what the parameters take of the device, and `host_bytes` what experts take of pinned
+    host memory beside that. `peak_bytes` is the most that loading and the run took, of the GPUs' memory, or
+    of the process on a CPU, None where the system does not tell. Ratios are to the dense model.
+    `differing_tokens` of `tokens` are not its tokens; texts part after `same_tokens` at the earliest. Keys
+    and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they are
+    read. Layers attend in `attention_bits`, None as they would; of the calls `attention_calls` says how many
+    were done in which way. `activations` is how inputs of ternary layers are quantised, None if not. Steps,
+    not prompts, were `compiled` by torch.compile, those of the dense model as well. `decode_spread` is how
+    far apart the medians of single runs are, as a share.
     """
 
     residency: str
@@ -90,6 +93,7 @@ class Speed:
     activations: Activations | None = None
     compiled: bool = False
     decode_spread: float = 0.0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ class BenchmarkPlan:
     kv_bits: int | None = None
     attention: AttentionChoice = "none"
     compiled: bool = False
+    expert_memory: int | None = None
+    """Bytes of experts on a GPU, see `load_model`; for the residencies that heed it."""
 
     @property
     def attentions(self) -> tuple[AttentionChoice, ...]:
@@ -152,13 +158,15 @@ def make_plan(
     kv_bits: int | None = None,
     attention: AttentionChoice = "recorded",
     compiled: bool = False,
+    expert_memory: int | None = None,
 ) -> BenchmarkPlan:
     """What is to be measured of a checkpoint folder, the dense model always and first.
 
     `prompt_tokens` None are 512, or as many as the model has positions for. With `kv_bits` each residency,
     the dense one too, is also measured with keys and values in as many, and with attention in few bits if
     that is asked for, or "recorded" and the folder has a record. All steps are `compiled`, or none. Raises
-    UsageError for more tokens, for residencies that cannot be on the device, and for `kv_bits` if `compiled`.
+    UsageError for more tokens, for residencies that cannot be on the device, for `kv_bits` if `compiled`, and
+    for `expert_memory` that no residency heeds there.
     """
     if compiled and kv_bits is not None:
         raise not_compiled_together()
@@ -166,6 +174,8 @@ def make_plan(
         attention = "none"
     for residency in residencies:
         require_places(residency, [device])
+    require_expert_memory(expert_memory, *residencies)
+    require_expert_places(expert_memory, [device])
     limit = positions(load_config(path))
     if new_tokens < 2:
         raise UsageError("`new_tokens`: at least 2 are needed, as the first one is the prefill's")
@@ -188,6 +198,7 @@ def make_plan(
         kv_bits,
         attention,
         compiled,
+        expert_memory,
     )
 
 
@@ -199,7 +210,10 @@ def measure(plan: BenchmarkPlan, *, on_run: OnRun = lambda count: None) -> Speed
         free_memory()
         reset_peak(plan.device)
         began = time.perf_counter()
-        model = load_model(plan.path, device=plan.device, residency=residency, attention=False)
+        experts = plan.expert_memory if RESIDENCIES[residency].offloads_experts else None
+        model = load_model(
+            plan.path, device=plan.device, residency=residency, expert_memory=experts, attention=False
+        )
         synchronize(plan.device)
         load_seconds, load_peak = time.perf_counter() - began, peak_bytes(plan.device)
         _require_graphs(plan, model)
@@ -228,17 +242,26 @@ def _require_graphs(plan: BenchmarkPlan, model: PreTrainedModel) -> None:
         raise NotGraphable(model, SINGLE_EXPERTS)
 
 
-def run(decoder: GreedyDecoder, ids: torch.Tensor, new_tokens: int) -> DecodeRun:
-    """Read prompts, int64 [batch, tokens], and add `new_tokens` to each, the first of them by the prefill."""
+def run(
+    decoder: GreedyDecoder, ids: torch.Tensor, new_tokens: int, continuation: torch.Tensor | None = None
+) -> DecodeRun:
+    """Read prompts, int64 [batch, tokens], and add `new_tokens` to each, the first of them by the prefill.
+
+    With a `continuation`, int64 [batch, new_tokens], texts go on with its tokens in place of those that were
+    chosen: so all models read the same texts. The tokens of the result are those that were chosen.
+    """
     device = decoder.device
     ids = ids.to(device)
+    columns = None if continuation is None else continuation.to(device).T.contiguous()
     synchronize(device)
     began = time.perf_counter()
     tokens = [decoder.prefill(ids).clone()]
     synchronize(device)
     prefill_seconds = time.perf_counter() - began
     clock = _EventClock(device) if device.type == "cuda" else _HostClock()
-    for _ in range(new_tokens - 1):
+    for number in range(new_tokens - 1):
+        if columns is not None:
+            decoder.take(columns[number])
         token = decoder.step()
         clock.tick()
         tokens.append(token.clone())
@@ -308,6 +331,7 @@ def _measure_batch(
             f"{plan.path}, {residency}: the memory of the GPU does not suffice for `batch={batch}`",
             "choose a smaller one, fewer `prompt_tokens`, or `residency='packed'`",
         ) from error
+    weights = memory(model).total
     steps = [seconds for one in runs for seconds in one.step_seconds]
     medians = [statistics.median(one.step_seconds) for one in runs]
     return (
@@ -316,7 +340,7 @@ def _measure_batch(
             batch,
             decoder.graphed,
             load_seconds=0.0,
-            weight_bytes=memory(model).total.stored_bytes,
+            weight_bytes=weights.stored_bytes,
             prefill_tokens_per_second=ids.numel() / statistics.median(one.prefill_seconds for one in runs),
             decode_tokens_per_second=batch / statistics.median(steps),
             peak_bytes=peak_bytes(plan.device),
@@ -327,6 +351,7 @@ def _measure_batch(
             activations=activations_in_use(model),
             compiled=decoder.compiled,
             decode_spread=(max(medians) - min(medians)) / statistics.median(steps),
+            host_bytes=weights.host_bytes,
         ),
         runs[-1].tokens,
     )

@@ -4,7 +4,9 @@ transformers calls it with the ids and the weights of the experts of each token 
 class of a module's two parameters [experts, out, in] decides what runs:
 
     two PackedWeights               `kernels.experts`: experts in use are read, and the host waits for nothing
-    an AnsWeight among them         the module's own code, one by one: the host asks which are in use
+    two AnsWeights                  experts in use are decoded into a pool, and the host waits for nothing
+    an AnsWeight and another, or    the module's own code, one by one: the host asks which are in use
+    of odd sizes
     two dense ones                  `grouped_mm` of transformers
     a packed and a dense one, or    `grouped_mm`, for which the packed one is decoded as a whole
     an `exact` one
@@ -30,6 +32,7 @@ from neuzip.kernels.experts.gate import Gate, gated
 from neuzip.runtime.hf.patches import EXPERTS as IMPLEMENTATION
 from neuzip.runtime.hf.residency import expert_modules, is_compressed
 from neuzip.runtime.weights import AnsWeight, PackedWeight
+from neuzip.runtime.weights.expert_pool import LIMIT, can_pool, has_aligned_parts, pooled_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 CHOICE = "_experts_implementation"
 """The attribute of a config that names an implementation; None until somebody chooses, missing before 5."""
 
-SINGLE_RESIDENCIES = frozenset({"ans"})
-"""Residencies whose experts are computed one by one."""
+POOL = "_neuzip_pool_bytes"
+"""The attribute of a module that says how many bytes its pool of decoded experts may have."""
 
 LIMITS, ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 """Attributes of modules that clamp gate and up, and scale the argument of the sigmoid."""
@@ -80,14 +83,42 @@ def has_single_experts(model: nn.Module, residency: str | None = None) -> bool:
     """
     modules = [module for module in expert_modules(model) if hasattr(type(module), "_apply_gate")]
     if residency is not None:
-        return residency in SINGLE_RESIDENCIES and bool(modules)
+        return residency == "ans" and not all(map(_would_pool, modules))
     return any(_is_single(module) for module in modules)
+
+
+def can_compile_experts(model: nn.Module) -> bool:
+    """Whether torch.compile can trace the experts of a model: not those that are decoded into a pool."""
+    return not has_single_experts(model) and not any(map(_is_pooled, expert_modules(model)))
+
+
+def limit_expert_pool(model: nn.Module, nbytes: int) -> None:
+    """Let the pool that experts coded by rANS are decoded to have at most so many bytes.
+
+    All layers of a device share it. The smaller it is, the more rounds take turns in it. An expert that does
+    not fit raises a NeuzipError when it is used.
+    """
+    for module in expert_modules(model):
+        setattr(module, POOL, nbytes)
 
 
 def _is_single(module: nn.Module) -> bool:
     implementation = getattr(getattr(module, "config", None), CHOICE, None)
-    single = any(isinstance(weight, AnsWeight) for weight in _compressed_parameters(module))
-    return implementation == "eager" or (implementation == IMPLEMENTATION and single)
+    coded = any(isinstance(weight, AnsWeight) for weight in _compressed_parameters(module))
+    return implementation == "eager" or (
+        implementation == IMPLEMENTATION and coded and not _is_pooled(module)
+    )
+
+
+def _is_pooled(module: nn.Module) -> bool:
+    weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    return len(weights) == 2 and can_pool(*weights)
+
+
+def _would_pool(module: nn.Module) -> bool:
+    """Whether the experts of a module would be decoded into a pool if they were coded."""
+    weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    return len(weights) == 2 and all(has_aligned_parts(tuple(p.shape), p.dtype.itemsize) for p in weights)
 
 
 def _compressed_parameters(module: nn.Module) -> list[Tensor]:
@@ -104,7 +135,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     second = self.down_proj
     if _is_grouped(first, self) and _is_grouped(second, self):
         return _packed_experts(self, hidden_states, top_k_index, top_k_weights, first, second)
-    if isinstance(first, AnsWeight) or isinstance(second, AnsWeight):  # where a pool of decoded experts goes
+    if can_pool(first, second):
+        return _pooled_experts(self, hidden_states, top_k_index, top_k_weights, first, second)
+    if isinstance(first, AnsWeight) or isinstance(second, AnsWeight):
         own: Callable[..., Tensor] = type(self).forward.__wrapped__
         return own(self, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -116,18 +149,40 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 def _packed_experts(
     module: Any, x: Tensor, index: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight
 ) -> Tensor:
-    if weights.shape != index.shape:
-        weights = weights.gather(1, index.long())
-    first_bias = second_bias = None
-    if getattr(module, "has_bias", False):
-        first_bias = module.gate_up_proj_bias if _has_gate(module) else module.up_proj_bias
-        second_bias = module.down_proj_bias
-    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     y = ops.packed_experts(
-        x.to(first.stored_dtype), index, weights, first.packed, second.packed, first.stored[0],
-        _activation(module, first.stored_dtype), first_bias, second_bias, norm,
+        x.to(first.stored_dtype), index, _weights_of(index, weights), first.packed, second.packed,
+        first.stored[0], _activation(module, first.stored_dtype), *_biases(module), _norm(module),
     )  # fmt: skip
     return y.to(x.dtype)
+
+
+def _pooled_experts(
+    module: Any, x: Tensor, index: Tensor, weights: Tensor, first: AnsWeight, second: AnsWeight
+) -> Tensor:
+    one, other = _biases(module)
+    y: Tensor = pooled_experts(
+        x.to(first.stored_dtype), index, _weights_of(index, weights), first, second,
+        transposed=getattr(module, "is_transposed", False),
+        activation=_activation(module, first.stored_dtype), first_bias=one, second_bias=other,
+        norm=_norm(module), limit=getattr(module, POOL, LIMIT),
+    )  # fmt: skip
+    return y.to(x.dtype)
+
+
+def _weights_of(index: Tensor, weights: Tensor) -> Tensor:
+    """The weights [tokens, k] of ids, of which weights [tokens, experts] may be given."""
+    return weights if weights.shape == index.shape else weights.gather(1, index.long())
+
+
+def _biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    if not getattr(module, "has_bias", False):
+        return None, None
+    name = "gate_up_proj_bias" if _has_gate(module) else "up_proj_bias"
+    return getattr(module, name), module.down_proj_bias
+
+
+def _norm(module: Any) -> Callable[[Tensor], Tensor] | None:
+    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
 def _is_grouped(weight: Tensor, module: nn.Module) -> TypeGuard[PackedWeight]:

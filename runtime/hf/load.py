@@ -29,9 +29,10 @@ from neuzip.runtime.hf.experts import prefer_ours
 from neuzip.runtime.hf.messages import OTHER_VERSION, quiet_transformers, refusal
 from neuzip.runtime.hf.model_files import model_tensors
 from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
-from neuzip.runtime.hf.residency import require_places
+from neuzip.runtime.hf.residency import require_expert_places, require_places
 from neuzip.runtime.hf.stored_tensors import record_activations, stored_tensors
 from neuzip.runtime.kernel_prefetch import prefetch_kernels
+from neuzip.runtime.requirements import require_expert_memory, require_expert_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,9 +49,11 @@ def load_model(
     device: AnyDevice | dict[str, Any] = "cpu",
     *,
     residency: str = "dense",
+    expert_memory: int | None = None,
     activations: str | Mapping[str, Any] | None = None,
     attention: bool = True,
     verify: bool = True,
+    expert_pool_bytes: int | None = None,
 ) -> PreTrainedModel:
     """Load the causal language model of a checkpoint, plain or compressed, in evaluation mode.
 
@@ -63,7 +66,9 @@ def load_model(
     needs accelerate.
 
     `residency` is the in-memory weight format: "dense" as in transformers, or compressed as "packed" or
-    "ans". Compressed weights are never dense in memory as a whole. `activations` is how the inputs of ternary
+    "ans". Compressed weights are never dense in memory as a whole. `expert_memory` is the number of bytes of
+    experts that stay on a GPU; it reads the others from pinned host memory when they are used, with the same
+    results. None keeps all on the GPU. `activations` is how the inputs of ternary
     layers are quantised: "b1.58", "a4.8", "a4.8-fp4", "none", or {"mode": ..., "sites": {...}}. None follows
     config.json. If config.json says nothing, None means "b1.58" for weights that compression made ternary,
     and "none" for weights that were ternary before. With residency "dense", neuzip does not quantise
@@ -73,14 +78,20 @@ def load_model(
     If config.json records quantised attention, `attention` applies it and warns; False leaves attention
     unquantised. `verify` compares tensors with their checksums. neuzip never runs code from the folder.
 
+    Experts of the residency "ans" are decoded when they are used. `expert_pool_bytes` limits the memory for
+    decoded experts, which all layers share; None is 1 GiB.
+
     Raises FormatError for damaged files; UsageError for a device that does not exist, a residency that the
-    device does not support, and unknown activations; NeuzipError for a checkpoint without a causal language
-    model, and for tensors that are missing, left over or of the wrong shape.
+    device does not support, unknown activations, and `expert_memory` without compressed experts on a GPU;
+    NeuzipError for a checkpoint without a causal language model, for tensors that are missing, left over or
+    of the wrong shape, and if pinned host memory runs out.
     """
     if not isinstance(attention, bool):
         raise UsageError(
             f"`attention={attention!r}`: is neither True nor False", "False leaves attention unquantised"
         )
+    require_expert_memory(expert_memory, residency)
+    require_expert_pool(expert_pool_bytes, residency)
     folder = resolve_source(path, parameter="path", note=log)
     is_map = isinstance(device, dict) or device in DEVICE_MAPS
     if is_map and find_spec("accelerate") is None:
@@ -91,9 +102,12 @@ def load_model(
     options: dict[str, Any] = {"device_map": device} if is_map else {}
     if residency != "dense" or activations is not None:
         kind = NeuzipConfig if place is None else PlacedConfig
-        options["quantization_config"] = kind(residency, activations)
+        options["quantization_config"] = kind(
+            residency, activations, expert_memory=expert_memory, expert_pool_bytes=expert_pool_bytes
+        )
         if place is not None:
             require_places(residency, [place])
+            require_expert_places(expert_memory, [place])
     with FolderSource(folder) as source, quiet_transformers():
         config = load_config(source.checkpoint)
         layers = LAYERS_ENTRY.read(source.checkpoint.root)

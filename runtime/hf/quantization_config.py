@@ -9,6 +9,7 @@ import transformers
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.runtime.requirements import require_expert_memory, require_expert_pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,13 +26,21 @@ class NeuzipConfig(QuantizationConfigMixin):
 
     It works for any folder, plain or compressed by neuzip, and is not written to a checkpoint. `residency` is
     the in-memory weight format, "dense", "packed" or "ans", and `activations` how the inputs of ternary
-    layers are quantised: both as in `load_model`.
+    layers are quantised. `expert_memory` limits the bytes of experts on a GPU, and `expert_pool_bytes` those
+    of the pool of decoded experts. All are as in `load_model`.
 
     Raises UsageError for values that do not exist, and NeuzipError for a version of transformers that cannot
     do it.
     """
 
-    def __init__(self, residency: str = "dense", activations: str | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        residency: str = "dense",
+        activations: str | Mapping[str, Any] | None = None,
+        *,
+        expert_memory: int | None = None,
+        expert_pool_bytes: int | None = None,
+    ) -> None:
         if residency != "dense":
             from neuzip.runtime.activations import Activations
             from neuzip.runtime.hf.residency import require_residency
@@ -43,9 +52,12 @@ class NeuzipConfig(QuantizationConfigMixin):
                 f"activations {activations!r}: the inputs of a dense model are not quantised",
                 "give the residency 'packed', which keeps ternary weights in 2 bits",
             )
+        require_expert_memory(expert_memory, residency)
+        require_expert_pool(expert_pool_bytes, residency)
         self.quant_method = METHOD  # type: ignore[assignment]
         self.residency = residency
         self.activations = activations
+        self.expert_memory, self.expert_pool_bytes = expert_memory, expert_pool_bytes
         self.weights_file: str | None = None  # `transformers_weights` of the original's config.json
         from transformers import modeling_utils
         from transformers.quantizers.base import HfQuantizer
@@ -83,6 +95,7 @@ class NeuzipConfig(QuantizationConfigMixin):
 
     def __repr__(self) -> str:
         more = "" if self.activations is None else f", activations={self.activations!r}"
+        more += "" if self.expert_memory is None else f", expert_memory={self.expert_memory}"
         return f"{type(self).__name__}(residency={self.residency!r}{more})"
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from neuzip.runtime.activations import Activations
+    from neuzip.runtime.expert_memory import ExpertMemory
     from neuzip.runtime.weights import WeightUse
 
 
@@ -88,6 +89,8 @@ class CompressingQuantizer(HfQuantizer):
         self.residency = config.residency
         self.ternary_mode = "none"  # of ternary layers of which neither the config nor a config.json says one
         self._activations = config.activations
+        self._expert_memory = config.expert_memory
+        self._experts: ExpertMemory | None = None
         self._is_placed = isinstance(config, PlacedConfig)
         self.failure: Exception | None = None
         self.is_stored_compressed: bool = self.pre_quantized
@@ -96,15 +99,18 @@ class CompressingQuantizer(HfQuantizer):
         # What arrives is dense, as for quantization on the fly: transformers then loads one by one.
         self.pre_quantized = False
         self._uses: dict[str, WeightUse] = {}
-        self._has_single_experts = False
+        self._can_compile_experts = True
+        self._pool_bytes = config.expert_pool_bytes
 
     def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         """Raise UsageError for places where weights of this residency cannot lie."""
-        from neuzip.runtime.hf.residency import expanded, require_places
+        from neuzip.runtime.hf.residency import expanded, require_expert_places, require_places
 
         is_open = isinstance(device_map, str)  # asked again when it has become places
         if not (is_open or self._is_placed):
-            require_places(self.residency, expanded(device_map or {"": "cpu"}))
+            places = list(expanded(device_map or {"": "cpu"}))
+            require_places(self.residency, places)
+            require_expert_places(self._expert_memory, places)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the model. Raises UsageError for one whose weights are not compressed in memory."""
@@ -144,10 +150,16 @@ class CompressingQuantizer(HfQuantizer):
         return _compression(self)
 
     def preprocess_model(self, model: PreTrainedModel, dtype: object = None, **_: object) -> None:
-        """Find the parameters that can be compressed; modules stay as they are."""
-        from neuzip.runtime.hf.residency import compressible
+        """Find the parameters that can be compressed; modules stay as they are.
+
+        Raises UsageError for a limit on the memory of experts where there are none.
+        """
+        from neuzip.runtime.expert_memory import ExpertMemory
+        from neuzip.runtime.hf.residency import compressible, require_experts
 
         self._uses = compressible(model)
+        require_experts(model, self._uses, self._expert_memory)
+        self._experts = None if self._expert_memory is None else ExpertMemory(self._expert_memory)
         model.is_quantized = True  # type: ignore[assignment]
         model.quantization_method = METHOD  # type: ignore[assignment]
 
@@ -169,7 +181,7 @@ class CompressingQuantizer(HfQuantizer):
             if not use.looked_up and self.activations(model).at(name.rpartition(".")[0]) != "none":
                 return weight
             weight = weight.dense()
-        return compress(weight, use, self.residency)
+        return compress(weight, use, self.residency, self._experts, name)
 
     def activations(self, model: PreTrainedModel) -> Activations:
         """How inputs of ternary layers are quantised: by the config, config.json or `ternary_mode`."""
@@ -186,7 +198,7 @@ class CompressingQuantizer(HfQuantizer):
         """Make the ternary layers. Leave the config as it was: the residency is no part of a checkpoint."""
         from neuzip.runtime.activations import ACTIVATIONS_ENTRY
         from neuzip.runtime.bitlinear import bit_linears
-        from neuzip.runtime.hf.experts import has_single_experts, release_others
+        from neuzip.runtime.hf.experts import can_compile_experts, limit_expert_pool, release_others
         from neuzip.runtime.hf.ternary_layers import install_arrived
 
         if hasattr(model.config, "quantization_config"):
@@ -196,7 +208,9 @@ class CompressingQuantizer(HfQuantizer):
         if bit_linears(model):
             ACTIVATIONS_ENTRY.set(model.config, activations)
         release_others(model)
-        self._has_single_experts = has_single_experts(model)
+        self._can_compile_experts = can_compile_experts(model)
+        if self._pool_bytes is not None:
+            limit_expert_pool(model, self._pool_bytes)
         _attend_as_recorded(model, self.attention)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -230,8 +244,8 @@ class CompressingQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile it: not where experts are computed one by one."""
-        return not self._has_single_experts
+        """Whether `generate` may compile it: not experts computed one by one or decoded to a pool."""
+        return self._can_compile_experts
 
 
 def _name_original_weights(quantizer: DenseQuantizer | CompressingQuantizer, config: Any) -> None:

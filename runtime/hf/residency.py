@@ -29,6 +29,8 @@ from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
 from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.runtime.bitlinear import bit_linears, to_dense
+from neuzip.runtime.expert_memory import ExpertMemory
+from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
 from neuzip.runtime.weights import CompressedWeight, WeightUse
 from neuzip.runtime.weights.base import SMALLEST
@@ -45,17 +47,22 @@ WORTH = 0.9
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Parameters of one residency: how many weights, their bytes if they were dense, and in memory."""
+    """Parameters of one residency: how many weights, their bytes if they were dense, and in memory.
+
+    `host_bytes` are those of experts in pinned host memory, beside the stored ones on the devices.
+    """
 
     weights: int = 0
     dense_bytes: int = 0
     stored_bytes: int = 0
+    host_bytes: int = 0
 
     def __add__(self, other: MemoryUse) -> MemoryUse:
         return MemoryUse(
             self.weights + other.weights,
             self.dense_bytes + other.dense_bytes,
             self.stored_bytes + other.stored_bytes,
+            self.host_bytes + other.host_bytes,
         )
 
 
@@ -112,19 +119,47 @@ def require_places(residency: str, places: Iterable[torch.device | str | int]) -
             raise UsageError(f"the residency {residency!r}: {reasons.pop()}", "give `residency='dense'`")
 
 
-def compress_parameters(model: nn.Module, residency: str) -> ModelMemory:
+def require_expert_places(expert_memory: int | None, places: Iterable[torch.device | str | int]) -> None:
+    """Raise UsageError where experts beyond some bytes are to be in host memory, and not all is on GPUs."""
+    kinds = {_kind(place) for place in places}
+    if expert_memory is not None and kinds != {"cuda"}:
+        raise UsageError(
+            f"`expert_memory={expert_memory}`: limits what experts take of a GPU, and the model is on "
+            + " and ".join(sorted(kinds)),
+            "give `device='cuda'` (device_map in transformers), or leave out `expert_memory`",
+        )
+
+
+def require_experts(model: nn.Module, uses: Iterable[str], expert_memory: int | None) -> None:
+    """Raise UsageError for a limit on the memory of experts where none of the parameters `uses` has any."""
+    if expert_memory is not None and all(model.get_parameter(name).dim() != 3 for name in uses):
+        raise UsageError(
+            f"`expert_memory={expert_memory}`: {type(model).__name__} has no parameters of several experts, "
+            "which alone can be in host memory",
+            "leave out `expert_memory`",
+        )
+
+
+def compress_parameters(model: nn.Module, residency: str, expert_memory: int | None = None) -> ModelMemory:
     """Compress the parameters of a live model where they lie, one after the other. Ties stay.
 
-    Raises UsageError for a residency that does not exist or cannot be where the model is.
+    Of experts `expert_memory` bytes stay on a GPU, and the others go to pinned host memory. Raises
+    UsageError for a residency that does not exist or cannot be where the model is, and for a limit on experts
+    where that makes no sense; NeuzipError where host memory runs out.
     """
     require_residency(residency)
-    require_places(residency, {p.device for p in model.parameters()})
+    require_expert_memory(expert_memory, residency)
+    devices = {p.device for p in model.parameters()}
+    require_places(residency, devices)
+    require_expert_places(expert_memory, devices)
     if residency != "dense":
-        places = _places(model)
-        for name, use in compressible(model).items():
+        places, uses = _places(model), compressible(model)
+        require_experts(model, uses, expert_memory)
+        experts = None if expert_memory is None else ExpertMemory(expert_memory)
+        for name, use in uses.items():
             parameter = model.get_parameter(name)
             if not is_compressed(parameter):
-                replace(places, parameter, compress(parameter, use, residency))
+                replace(places, parameter, compress(parameter, use, residency, experts, name))
     return memory(model)
 
 
@@ -139,11 +174,18 @@ def decompress_parameters(model: nn.Module, dtype: torch.dtype | None = None) ->
             parameter.data = parameter.data.to(dtype)
 
 
-def compress(weight: torch.Tensor, use: WeightUse, residency: str) -> nn.Parameter:
-    """A dense weight compressed where it lies, as a frozen parameter; as it is if that would not pay."""
+def compress(
+    weight: torch.Tensor, use: WeightUse, residency: str, experts: ExpertMemory | None = None, name: str = ""
+) -> nn.Parameter:
+    """A dense weight compressed where it lies, as a frozen parameter; as it is if that would not pay.
+
+    `experts`, if given, places those of the parameter `name`.
+    """
     compressed = _compressed(weight.detach(), use, residency)
     if compressed is None or compressed.stored_bytes > WORTH * weight.nbytes:
         return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
+    if experts is not None and len(compressed.stored) == 3:
+        compressed = experts.placed(compressed, name)
     return nn.Parameter(compressed, requires_grad=False)
 
 
@@ -165,7 +207,9 @@ def memory(model: nn.Module) -> ModelMemory:
     for parameter in model.parameters():
         nbytes = parameter.numel() * parameter.dtype.itemsize
         if is_compressed(parameter):
-            used[parameter.residency] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes)
+            used[parameter.residency] += MemoryUse(
+                parameter.numel(), nbytes, parameter.stored_bytes, parameter.host_bytes
+            )
         else:
             used["dense"] += MemoryUse(parameter.numel(), nbytes, nbytes)
     for layer in set(bit_linears(model).values()):

@@ -13,8 +13,9 @@ of values give is cut off.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neuzip.runtime.hf.registry import registered
@@ -117,13 +119,33 @@ class FixedCache(StaticCache):
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Let models attend to what is padded, if it is; under the name sdpa, which some look at."""
-        if not self.padded:
+        """Let models attend to what is padded, if it is; under the name sdpa, which some look at.
+
+        The masks of models that attend eagerly, as gpt-oss does, are made on the device.
+        """
+        with ExitStack() as stack:  # results are the same for whoever else attends meanwhile
+            stack.enter_context(registered(ALL_MASK_ATTENTION_FUNCTIONS, "eager", _eager_mask))
+            if self.padded:
+                stack.enter_context(registered(ALL_ATTENTION_FUNCTIONS, "sdpa", _attend))
             yield
-            return
-        # It is the same for whoever else attends meanwhile.
-        with registered(ALL_ATTENTION_FUNCTIONS, "sdpa", _attend):
-            yield
+
+
+_sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+_ALWAYS = {"allow_is_causal_skip": False, "allow_torch_fix": False}
+"""What a mask of numbers asks of transformers' mask of booleans, where that has such options."""
+
+
+def _eager_mask(*arguments: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor | None:
+    """transformers' mask of numbers: 0 where a key is seen, else the lowest number of the dtype.
+
+    transformers before 5.22 copied the 0 from the host, which cannot be captured in a CUDA graph.
+    """
+    known = inspect.signature(_sdpa_mask).parameters
+    options |= {name: value for name, value in _ALWAYS.items() if name in known}
+    mask: Tensor | None = _sdpa_mask(*arguments, **options)
+    if mask is None:
+        return None
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
 
 def static_cache(

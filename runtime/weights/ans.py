@@ -98,6 +98,31 @@ class AnsWeight(CompressedWeight):
         return sum(resident.nbytes for resident in self.residents)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the codes that lie in memory of the host."""
+        return sum(resident.host_bytes for resident in self.residents)
+
+    def chunks_of_experts(self) -> list[list[tuple[ResidentTensor, int]]]:
+        """The coded tensors and chunks of each expert, in the order of its rows."""
+        experts, out, _ = self.stored
+        chunks: list[list[tuple[ResidentTensor, int]]] = [[] for _ in range(experts)]
+        for (resident, number), part in zip(self.chunks, self.parts, strict=True):
+            chunks[part.start // out].append((self.residents[resident], number))
+        return chunks
+
+    def offloaded(self, device_bytes: int = 0) -> AnsWeight:
+        """This weight with its codes in memory of the host, from which its device decodes them.
+
+        As many of the first ones as fit into `device_bytes` stay on the device.
+        """
+        residents = []
+        for resident in self.residents:
+            device_bytes -= resident.nbytes
+            residents.append(resident if device_bytes >= 0 else resident.offloaded())
+        rows = [(part.start, part.stop) for part in self.parts]
+        return self._of(residents, rows, self.chunks, self.stored, self.flipped, self.dtype)
+
+    @property
     def _storage(self) -> torch.Tensor:
         return self.residents[0].memory
 
@@ -134,7 +159,7 @@ class AnsWeight(CompressedWeight):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         rows = tuple((part.start, part.stop) for part in self.parts)
-        layouts = tuple((resident.layout, resident.bounds) for resident in self.residents)
+        layouts = tuple((resident.layout, resident.bounds, resident.host) for resident in self.residents)
         return self._names(), (layouts, rows, self.chunks, self.stored, self.flipped, self.dtype)
 
     @staticmethod
@@ -189,14 +214,13 @@ def _filled_up(plane: torch.Tensor) -> torch.Tensor:
 
 def _ans_unit(resident: ResidentTensor, number: int, columns: int, dtype: torch.dtype) -> DecodeUnit:
     return DecodeUnit(
-        resident.capacity(number), (resident.memory,), (resident, number, columns, dtype), _decode_chunks
+        resident.capacity(number), resident.memories, (resident, number, columns, dtype), _decode_chunks
     )
 
 
-def _decode_chunks(
-    coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    if coded[0][0].memory.device.type == "cpu":
+def require_decoder(device: torch.device) -> None:
+    """Raise NeuzipError for a device that decodes no AnsWeight: a CPU, but in Triton's interpreter."""
+    if device.type == "cpu":
         from neuzip.kernels.rans.triton.warp import INTERPRETED
 
         if not INTERPRETED.value:
@@ -204,6 +228,12 @@ def _decode_chunks(
                 "an AnsWeight on the CPU cannot be decoded",
                 "move the model to a CUDA device before it is used",
             )
+
+
+def _decode_chunks(
+    coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    require_decoder(coded[0][0].memory.device)
     chunks = [(resident, number) for resident, number, _, _ in coded]
     targets = [memory for memory in memories if memory is not None]
     if targets:

@@ -123,6 +123,18 @@ class CompressedWeight(torch.Tensor):
     def stored_bytes(self) -> int:
         """Bytes that it takes on its device; of an expert, those of all experts, which it shares."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that it takes in pinned host memory, beside those on its GPU."""
+        return 0
+
+    def offloaded(self: Self, device_bytes: int = 0) -> Self:
+        """The weight with what exceeds so many bytes on its GPU in pinned host memory, if it can be there.
+
+        Results are the same bits. Raises NeuzipError where there is no such memory.
+        """
+        return self
+
     @abstractmethod
     def _again(self: Self, stored: tuple[int, ...], flipped: bool, rows: slice) -> Self:
         """Some rows of the same weights in the same memory, with another shape."""
@@ -235,10 +247,11 @@ class CompressedWeight(torch.Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        bits = 8 * self.stored_bytes / max(1, self.numel())
+        bits = 8 * (self.stored_bytes + self.host_bytes) / max(1, self.numel())
+        host = ", in host memory" if self.host_bytes else ""
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"{bits:.2f} bits a weight)"
+            f"{bits:.2f} bits a weight{host})"
         )
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:

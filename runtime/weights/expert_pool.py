@@ -7,7 +7,7 @@
 A pool is memory that all layers share, of at most `limit` bytes. It has a slot for each expert that may be in
 use, or as many as fit. If fewer fit, experts have their turn in rounds, whose number depends on sizes alone.
 So all this can be captured in a CUDA graph. Both matrices of an expert are decoded by one launch where all
-experts fit, as few blocks do not fill a GPU.
+experts fit, as few blocks do not fill a GPU. For one token `expert_vectors` needs no pool.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ import torch
 from torch import Tensor
 
 from neuzip.errors import NeuzipError
-from neuzip.kernels.expert_pool.ops import ExpertsInUse, experts_in_use, pool_linear, tile_rows
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
+from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear, tile_rows
 from neuzip.kernels.experts import ops as experts_ops
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.ops import Activation
 from neuzip.kernels.experts.routing import EXPERT, USED
 from neuzip.kernels.rans.chosen import CodedItems, can_choose, coded_items
+from neuzip.kernels.rans.coded import ALIGNMENT
 from neuzip.kernels.rans.ops import ResidentTensor
 from neuzip.runtime import buffers
 from neuzip.runtime.buffers import PoolUnit
-from neuzip.runtime.weights.ans import AnsWeight
+from neuzip.runtime.weights.ans import AnsWeight, require_decoder
+from neuzip.runtime.weights.base import rows_at_a_time
+from neuzip.runtime.weights.expert_vectors import vector_experts
 
 LIMIT = 1 << 30
 """Bytes of a pool, at most, unless another limit is given."""
@@ -89,6 +93,13 @@ def can_pool(*weights: Tensor) -> bool:
     return len(places) == 1 and dtype in (torch.bfloat16, torch.float16) and _known_pool(coded) is not None
 
 
+def has_aligned_parts(shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether experts [experts, out, in] of elements of so many bytes would be such, once they are coded."""
+    edges = {edge for rows in rows_at_a_time(shape, itemsize) for edge in rows}
+    return all(edge * shape[-1] * itemsize % ALIGNMENT == 0 for edge in edges)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def pooled_experts(
     x: Tensor, index: Tensor, weights: Tensor, first: AnsWeight, second: AnsWeight, *,
     transposed: bool = False, activation: Activation | None = None, first_bias: Tensor | None = None,
@@ -111,13 +122,18 @@ def pooled_experts(
     where an expert needs more than `limit`.
     """
     experts = first.stored[0]
+    require_decoder(x.device)
     if not index.numel():
         return x.new_zeros(len(x), second.shape[2 if transposed else 1])
+    gate = Gate() if activation is None else activation
+    if isinstance(gate, Gate) and norm is None and not transposed:
+        y = vector_experts(x, index, weights, first, second, gate, first_bias, second_bias)
+        if y is not None:
+            return y
     routing, rows = experts_ops.route(index, x, experts, tile_rows(index.numel(), experts, x.device))
     used = experts_in_use(routing, experts)
 
     def activate(rows: Tensor) -> Tensor:
-        gate = Gate() if activation is None else activation
         return experts_ops.apply_gate(rows, routing, gate) if isinstance(gate, Gate) else gate(rows)
 
     matrices = _Matrix(first, transposed, first_bias), _Matrix(second, transposed, second_bias)
@@ -144,7 +160,7 @@ def _both_products(
 ) -> Tensor:  # fmt: skip
     pool = _pool([first.weight, second.weight])
     nbytes = used.chosen.numel() * pool.slot_bytes
-    if nbytes > limit or _needs_gradient(rows, first.bias, second.bias):
+    if nbytes > limit or torch.is_grad_enabled():
         hidden = activate(_linear(rows, first, used, limit))
         return _linear(hidden, second, used, limit)
 
@@ -157,8 +173,12 @@ def _both_products(
 
 
 def _linear(rows: Tensor, matrix: _Matrix, used: ExpertsInUse, limit: int) -> Tensor:
-    """One product, with gradients: [rows, in] to [rows, out]. Rows that no pair fills are zeros then."""
-    y: Tensor = _PooledLinear.apply(rows, matrix.bias, matrix, used, limit)  # type: ignore[no-untyped-call]
+    """One product: [rows, in] to [rows, out]. With gradients rows that no pair fills are zeros.
+
+    So are they where what follows may have gradients of its own.
+    """
+    clean = torch.is_grad_enabled()
+    y: Tensor = _PooledLinear.apply(rows, matrix.bias, matrix, used, limit, clean)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -167,10 +187,10 @@ class _PooledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, bias: Tensor | None, matrix: _Matrix, used: ExpertsInUse, limit: int
-    ) -> Tensor:
+        ctx: Any, rows: Tensor, bias: Tensor | None, matrix: _Matrix, used: ExpertsInUse, limit: int,
+        clean: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.arguments = matrix, used, limit
-        clean = any(ctx.needs_input_grad)
         return _in_rounds(rows, matrix, used, limit, lambda pool: pool, bias, clean)
 
     @staticmethod
@@ -181,7 +201,7 @@ class _PooledLinear(torch.autograd.Function):
             rows = _in_rounds(grad.contiguous(), matrix, used, limit, lambda pool: pool.mT, None, True)
         if ctx.needs_input_grad[1]:
             bias = _sums_by_expert(grad, used, matrix.weight.stored[0])
-        return rows, bias, None, None, None
+        return rows, bias, None, None, None, None
 
 
 def _in_rounds(
@@ -223,10 +243,6 @@ def _sums_by_expert(grad: Tensor, used: ExpertsInUse, experts: int) -> Tensor:
     return sums.index_add_(0, expert, grad.float())[:experts].to(grad.dtype)
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def _pool(weights: Sequence[AnsWeight]) -> ExpertPool:
     pool = _known_pool(weights)
     if pool is None:
@@ -240,23 +256,14 @@ def _known_pool(weights: Sequence[AnsWeight]) -> ExpertPool | None:
     known: dict[int, ExpertPool] = weights[0].__dict__.setdefault(_TABLES, {})
     pool = known.get(len(weights))
     if pool is None or not _same(pool.residents, residents):
-        matrices = [_chunks(weight) for weight in weights]
+        matrices = [weight.chunks_of_experts() for weight in weights]
         if not can_choose(matrices):
             return None
         items = coded_items(matrices)
         forms = tuple(_Form(w.stored[1], w.stored[2], w.flipped, w.stored_dtype) for w in weights)
-        pool = known[len(weights)] = ExpertPool(forms, residents, items, PoolUnit(items.memories))
+        pool = known[len(weights)] = ExpertPool(forms, residents, items, PoolUnit(items.sources))
     return pool
 
 
 def _same(some: Sequence[Sequence[object]], others: Sequence[Sequence[object]]) -> bool:
     return [[id(one) for one in row] for row in some] == [[id(one) for one in row] for row in others]
-
-
-def _chunks(weight: AnsWeight) -> list[list[tuple[ResidentTensor, int]]]:
-    """The chunks of each expert, in the order of its rows."""
-    experts, out, _ = weight.stored
-    chunks: list[list[tuple[ResidentTensor, int]]] = [[] for _ in range(experts)]
-    for (resident, number), part in zip(weight.chunks, weight.parts, strict=True):
-        chunks[part.start // out].append((weight.residents[resident], number))
-    return chunks

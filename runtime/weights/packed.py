@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from neuzip.kernels.device.host_memory import pinned_copy
 from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS, TILE_ROWS
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
@@ -77,7 +78,22 @@ class PackedWeight(CompressedWeight):
     @property
     def stored_bytes(self) -> int:
         """Bytes of the packed form on its device; of an expert, those of all experts."""
-        return self.packed.nbytes
+        return self.packed.nbytes - self.packed.host_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the packed form in pinned host memory, beside those on its GPU."""
+        return self.packed.host_bytes
+
+    def offloaded(self, device_bytes: int = 0) -> PackedWeight:
+        """The weight with its words, about 96 % of it, in pinned host memory if it exceeds `device_bytes`.
+
+        Results are the same bits. Products read the words over the link to the host, those of experts in use
+        alone. Raises ValueError for weights on a CPU, NeuzipError where there is no such memory.
+        """
+        if self.stored_bytes <= device_bytes or self.host_bytes:
+            return self
+        return self._of(self.packed.in_host_memory(), self.stored, self.flipped, self.first, self.exact)
 
     @property
     def _storage(self) -> torch.Tensor:
@@ -94,8 +110,13 @@ class PackedWeight(CompressedWeight):
         return again
 
     def _elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in ARRAYS}
-        packed = replace(self.packed, **moved)
+        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in ARRAYS[1:]}
+        device = moved["far_index"].device
+        if self.host_bytes and device.type == "cuda":  # what did not fit into a GPU stays in host memory
+            words = pinned_copy(self.words, device)
+        else:
+            words = move(self.words)
+        packed = replace(self.packed, words=words, **moved)
         packed.wait()
         return self._of(packed, self.stored, self.flipped, self.first, self.exact)
 
@@ -115,7 +136,7 @@ class PackedWeight(CompressedWeight):
             return super()._linear(x, bias)
         if self._rows == self.packed.shape[0]:
             return packed_ops.linear(x, self.packed, bias)
-        if self.words.is_cuda and self.first % TILE_ROWS == 0:
+        if self.far_index.is_cuda and self.first % TILE_ROWS == 0:
             return packed_ops.linear(x, self._own(), bias)
         return F.linear(x, self._decode_all(), bias)
 
@@ -160,13 +181,13 @@ class PackedWeight(CompressedWeight):
 
 def _packed_parts(packed: PackedTensor, stored: tuple[int, ...], first: int) -> tuple[RowRange, ...]:
     size = stored[-1] * packed.dtype.itemsize
+    words, *others = packed.arrays
+    sources = *others, words  # the first says where weights are decoded
     return tuple(
         RowRange(
             start,
             stop,
-            DecodeUnit(
-                (stop - start) * size, packed.arrays, (packed, slice(first + start, first + stop)), _unpack
-            ),
+            DecodeUnit((stop - start) * size, sources, (packed, slice(first + start, first + stop)), _unpack),
         )
         for start, stop in rows_at_a_time(stored, packed.dtype.itemsize)
     )

@@ -100,3 +100,22 @@ def test_real_items_in_a_graph_with_other_lists(size: int) -> None:
                 decoded = own[region.start : region.start + region.nbytes]
                 assert item >= 0 or (decoded == POISON).all()
                 assert item < 0 or torch.equal(decoded, matrix[item].view(torch.uint8))
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_streams_in_host_memory_are_decoded(moved: bool) -> None:
+    """By themselves and by a list, beside others on the device; tables may be moved."""
+    dense = [weights(80, seed) for seed in range(4)]
+    tensors = [resident(torch.cat(dense[i : i + 2]), 0, 80, 160) for i in (0, 2)]
+    host = tensors[1].offloaded()
+    assert host.offloaded() is host and host.host is not None
+    assert host.nbytes + host.host_bytes == tensors[1].nbytes and host.host_bytes > 160
+    tensors[1].memory.fill_(0)
+    if moved:
+        host, before = host.on(host.memory.clone()), host
+        before.memory.fill_(0)
+    bits, errors = host.decode(1)
+    assert torch.equal(bits.view(torch.uint8), dense[3].view(torch.uint8)) and errors.tolist() == [0]
+    items = coded_items([[[((tensors[0], host)[i // 2], i % 2)] for i in range(4)]])
+    assert {id(m) for m in (*tensors[0].memories, *host.memories)} < {id(m) for m in items.sources}
+    check(items, [dense], [3, 0, -1, 2])

@@ -238,7 +238,8 @@ def test_operators_say_what_they_return() -> None:
         ({"experts": 5}, ValueError, "not those of 5 experts"),
         ({"gate_up_bias": torch.zeros(4, 16, dtype=torch.bfloat16)}, ValueError, "`gate_up_bias` is .*4, 32"),
         ({"down_bias": torch.zeros(4, 32)}, ValueError, "`down_bias`"),
-        ({"activation": lambda rows: rows}, ValueError, "32 columns.*`down` takes 16"),
+        ({"activation": lambda rows: rows}, ValueError, "rows have 32 columns, the packed weights 16"),
+        ({"activation": lambda rows: rows[:, :16].float()}, TypeError, "rows are of torch.float32"),
         ({"x": torch.zeros(3, 32, dtype=torch.bfloat16, device="meta")}, ValueError, "x is on meta"),
     ],
 )

@@ -40,7 +40,7 @@ def ids_for(tokens: int, k: int, experts: int, dtype: torch.dtype = torch.int64)
     ("experts", "tokens", "k", "columns", "tile", "dtype", "config"),
     [
         (128, 1, 8, 40, 16, torch.int64, (False, 512, 1)),
-        (5, 9, 2, 600, 32, torch.int32, (False, 3, 4)),
+        (5, 45, 2, 270, 32, torch.int32, (False, 3, 8)),
         (300, 12, 6, 33, 16, torch.int64, (True, 2, 4)),
         (3, 70, 1, 16, 64, torch.int32, (True, 4, 8)),
     ],
@@ -49,10 +49,9 @@ def test_routing(
     experts, tokens, k, columns, tile, dtype, config, device, monkeypatch: pytest.MonkeyPatch, poison
 ) -> None:
     """Few pairs in one launch, and counted in chunks before; rows longer than what is copied at a time."""
-    use = dict(zip(("counted", "programs", "rows"), config, strict=True)) | {"num_warps": 4}
+    use = dict(zip(("counted", "programs", "rows"), config, strict=True)) | {"columns": 256, "num_warps": 4}
     monkeypatch.setattr(triton_route, "launch_for", lambda *_, **__: use)
     monkeypatch.setattr(triton_route, "CHUNK", 32)
-    monkeypatch.setattr(triton_route, "COLUMNS", 256)
     ids, x = ids_for(tokens, k, experts, dtype), gaussian(tokens, columns).bfloat16()
     exact, filled = plain.route(ids, x, experts, tile)
     routing, copied = triton_route.route(ids.to(device), x.to(device), experts, tile)

@@ -58,6 +58,16 @@ def test_a_run_times_the_prompt_and_every_step(model: PreTrainedModel, device: t
     assert run(decoder, ids, 1).step_seconds == ()
 
 
+def test_texts_go_on_with_a_continuation(model: PreTrainedModel):
+    """What is chosen after each of its tokens is what the model chooses after the whole text so far."""
+    ids, continuation = prompts(1024, 2, 24).split([20, 4], dim=1)
+    chosen = run(GreedyDecoder(model, 2, 24), ids, 4, continuation).tokens
+    with torch.no_grad():
+        logits = model(torch.cat([ids, continuation[:, :-1]], dim=1)).logits[:, 19:]
+    assert torch.equal(chosen, logits.argmax(dim=-1))
+    assert not torch.equal(chosen, continuation)
+
+
 def test_prompts_are_the_same_each_time_and_no_two_alike():
     assert torch.equal(prompts(1024, 8, 16), prompts(1024, 8, 16))
     assert len({tuple(row) for row in prompts(1024, 8, 16).tolist()}) == 8
@@ -93,10 +103,10 @@ def test_plan_refuses_more_than_the_model_can(options: dict[str, int], message: 
 
 @needs_version_5
 def test_experts_are_refused_before_anything_is_measured(small: Path, model: PreTrainedModel):
-    """Coded, they are computed one by one, which no graph holds; a graph holds packed ones."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=8, num_hidden_layers=1, num_local_experts=4, **sizes)
-    experts, cuda = MixtralForCausalLM(config), torch.device("cuda")
+    """Coded ones of odd sizes are computed one by one, which no graph holds; a graph holds all others."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
+    config = MixtralConfig(vocab_size=8, num_hidden_layers=1, hidden_size=36, intermediate_size=33, **sizes)
+    experts, cuda = MixtralForCausalLM(config).bfloat16(), torch.device("cuda")
     plan = replace(make_plan(small, ["packed"], device=CPU), device=cuda, residencies=("dense", "ans"))
     with pytest.raises(NeuzipError, match="MixtralForCausalLM: its steps cannot be captured") as refusal:
         speed._require_graphs(plan, experts)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,16 @@ import torch
 
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.kernels.float_fields import FORMATS
+from neuzip.runtime import kernel_prefetch
 from neuzip.runtime.hf.model_files import model_tensors
-from neuzip.runtime.kernel_prefetch import MatrixShape, StepShape, model_shapes, prefetch_kernels
+from neuzip.runtime.kernel_prefetch import (
+    MatrixShape,
+    MixtureShape,
+    StepShape,
+    launches_on_meta,
+    model_shapes,
+    prefetch_kernels,
+)
 
 CONFIG = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2,
@@ -52,6 +61,24 @@ def test_a_config_that_says_no_sizes_has_no_step(checkpoint: Path, text: str):
     (checkpoint / "config.json").write_text(text)
     with FolderSource(checkpoint) as source:
         assert model_shapes(source, model_tensors(source)).step is None
+
+
+def test_sizes_of_experts_are_those_of_the_config(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel_prefetch, "EXPERTS", ".mlp.")  # as if these tensors were of experts
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_local_experts": 8}
+    for more, inner in (({}, 0), ({"num_experts_per_tok": 2}, 640)):
+        (checkpoint / "config.json").write_text(json.dumps(sizes | more))
+        with FolderSource(checkpoint) as source:
+            shapes = model_shapes(source, model_tensors(source))
+        exact = MixtureShape(8, 2, 256, inner, torch.bfloat16, 8, False) if inner else None
+        assert shapes.mixture == exact
+    others = replace(shapes, mixture=None)
+    for residency, more in (("packed", 2), ("ans", 0), ("dense", 0)):
+        launches = [launches_on_meta(one, residency, (1, 16)) for one in (shapes, others)]
+        assert len(launches[0]) == len(launches[1]) + more
+    monkeypatch.undo()
+    with FolderSource(checkpoint) as source:
+        assert model_shapes(source, model_tensors(source)).mixture is None
 
 
 def test_nothing_is_compiled_for_a_cpu(checkpoint: Path):

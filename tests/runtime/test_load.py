@@ -302,10 +302,10 @@ def test_never_more_than_a_weight_is_dense(larger, monkeypatch):
     alive: list[int] = []
     original = residency.compress
 
-    def noted(weight: torch.Tensor, use: Any, kept: str) -> torch.nn.Parameter:
+    def noted(weight: torch.Tensor, *arguments: Any) -> torch.nn.Parameter:
         alive.append(sum(ref() is not None for ref in dense))
         dense.append(weakref.ref(weight))
-        return original(weight, use, kept)
+        return original(weight, *arguments)
 
     monkeypatch.setattr(residency, "compress", noted)
     load_model(larger["llama"] / "small", residency="packed")

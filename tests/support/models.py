@@ -107,7 +107,7 @@ def mixture(layout: str, hidden: int = 64, inner: int = 128, layers: int = 2) ->
         model = GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=EXPERTS, sliding_window=32))
     else:
         groups = {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
-        widths = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16)
+        widths = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 16)
         widths |= {"q_lora_rank": 32, "kv_lora_rank": 32}
         sizes |= {"num_key_value_heads": 4, "first_k_dense_replace": 1, **groups, **widths}
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import is_compiled, launch
-from neuzip.kernels.expert_pool.ops import ExpertsInUse
+from neuzip.kernels.expert_pool.lists import ExpertsInUse
 from neuzip.kernels.tuning import launch_for
 
 _GROUP = tl.constexpr(8)
@@ -27,7 +28,7 @@ def pool_linear(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """See `ops.pool_linear`, which has checked the arguments."""
+    """Write what `ops.pool_linear` returns to `out`. The arguments fit together."""
     slots, columns, width = pool.shape
     tile, _, tiles, count = used.routing
     use = launch_for("expert_pool.linear", rows.device, tile=tile)
@@ -40,7 +41,7 @@ def pool_linear(
         rows, pool, bias, y, tiles, count, used.slot_of_tile, first, slots, blocks, columns, width,
         *pool.stride(), TILE=tile, BLOCK_N=block_n, BLOCK_K=block_k, EVEN_K=width % block_k == 0,
         HAS_BIAS=bias is not None, COMPILED=compiled,
-        num_warps=use["warps"], num_stages=use["stages"], device=rows.device,
+        num_warps=use["warps"], num_stages=use["stages"], pdl=True, device=rows.device,
     )  # fmt: skip
     if y is not out:
         out.copy_(y)
@@ -51,9 +52,12 @@ def pool_linear_kernel(
     rows, pool, bias, y, tiles, count, slot_of_tile, first, slots, blocks, N, K,
     slot_stride, n_stride, k_stride,
     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, COMPILED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE rows and BLOCK_N columns of y [tiles * TILE, N], of `blocks` blocks of columns."""
+    if USE_PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     some_tile = program // blocks  # a tile of the expert, not always the one that is multiplied
     is_used = some_tile < tl.load(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import launch
 
@@ -20,14 +21,20 @@ def slot_lists(tiles: torch.Tensor, count: torch.Tensor, slots: int) -> tuple[to
     size = min(AT_A_TIME, triton.next_power_of_2(max(most, slots, 16)))
     launch(
         slot_lists_kernel, (1,),
-        tiles, count, chosen, slot_of_tile, most, slots, SIZE=size, num_warps=4, device=tiles.device,
+        tiles, count, chosen, slot_of_tile, most, slots, SIZE=size, num_warps=4, pdl=True,
+        device=tiles.device,
     )  # fmt: skip
     return chosen, slot_of_tile
 
 
 @triton.jit(do_not_specialize=["most", "slots"])
-def slot_lists_kernel(tiles, count, chosen, slot_of_tile, most, slots, SIZE: tl.constexpr):
+def slot_lists_kernel(
+    tiles, count, chosen, slot_of_tile, most, slots, SIZE: tl.constexpr, USE_PDL: tl.constexpr
+):
     """Number the experts that have tiles. A tile that is the first of its expert begins the next slot."""
+    if USE_PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     used = tl.load(count)
     before = used * 0
     for start in range(0, most, SIZE):

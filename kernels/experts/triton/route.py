@@ -1,8 +1,9 @@
 """Routing in Triton: a stable counting sort of pairs by expert, and x copied to the rows in that order.
 
-Every program has some pairs. It counts the pairs of each expert, all of them and those before its own, by
-which it knows the rows of its own pairs, writes what is to be known of them, and copies their rows of x. With
-few pairs every program counts all ids. With many a launch before this one has counted them in chunks.
+Every program has some pairs, and some columns of their rows. It counts the pairs of each expert, all of them
+and those before its own, by which it knows the rows of its own pairs, writes what is to be known of them, and
+copies their rows of x. With few pairs every program counts all ids. With many a launch before this one has
+counted them in chunks.
 
 A tile's entry is written by the program that has the first pair of the tile.
 """
@@ -19,11 +20,8 @@ from neuzip.kernels.device.launch import launch
 from neuzip.kernels.experts.routing import Routing, most_tiles
 from neuzip.kernels.tuning import launch_for
 
-CHUNK = 1024
-"""Pairs that a program counts at a time."""
-
-COLUMNS = 8192
-"""Numbers that a program copies at a time, at most."""
+FEW, CHUNK = 64, 1024
+"""Pairs that a program counts at a time, where there are no more than that, and else."""
 
 
 def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, Tensor]:
@@ -52,14 +50,13 @@ def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, T
             _count, (chunks,), counts, index, pairs, experts, BINS=bins, CHUNK=CHUNK, num_warps=4, pdl=True,
             device=device,
         )  # fmt: skip
-    together, wide = config["rows"], min(triton.next_power_of_2(max(1, columns)), COLUMNS)
-    together = max(1, min(together, COLUMNS // wide))
+    together, wide = config["rows"], min(triton.next_power_of_2(max(1, columns)), config["columns"])
     own = max(together, min(CHUNK, triton.next_power_of_2(triton.cdiv(pairs, config["programs"]))))
     launch(
-        _place, (triton.cdiv(pairs, own),),
-        position, tiles, routing.count, rows, index, x, counts, pairs, index.shape[1], experts, columns,
-        OWN=own, ROWS=together, COLUMNS=wide, BINS=bins, TILE=tile,
-        CHUNK=CHUNK if counts is not None else min(CHUNK, max(32, triton.next_power_of_2(pairs))),
+        _place, (triton.cdiv(pairs, own), max(1, triton.cdiv(columns, wide))),
+        position, tiles, routing.count, rows, index, x, counts, pairs, index.shape[1], experts, columns, own,
+        ROWS=together, COLUMNS=wide, BINS=bins, TILE=tile,
+        CHUNK=FEW if counts is None and pairs <= FEW else CHUNK,
         num_warps=config["num_warps"], pdl=True, device=device,
     )  # fmt: skip
     return routing, rows
@@ -116,27 +113,28 @@ def _of_each(numbers, chosen):
     return tl.sum(tl.where(chosen, numbers[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=["pairs", "k", "experts"])
+@triton.jit(do_not_specialize=["pairs", "k", "experts", "own"])
 def _place(
-    position, tiles, count, rows, index, x, counts, pairs, k, experts, columns,
-    OWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    position, tiles, count, rows, index, x, counts, pairs, k, experts, columns, own,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Where OWN pairs go, and their rows, ROWS of them at a time."""
+    """Where `own` pairs go, ROWS of them at a time, and COLUMNS columns of their rows."""
     if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    begin = tl.program_id(0) * OWN
-    i, c, bins = tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :], tl.arange(0, BINS)
+    begin, is_first = tl.program_id(0) * own, tl.program_id(1) == 0
+    i, bins = tl.arange(0, ROWS), tl.arange(0, BINS)
+    c = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     token = ((begin + i) // k).to(tl.int64)[:, None]
     # Of x it is known where it lies before it is known where it goes.
     held = tl.load(x + token * columns + c, mask=(begin + i < pairs)[:, None] & (c < columns))
     every, before = _all_and_before(index, counts, begin, pairs, experts, BINS, CHUNK)
     tiles_of = (every + (TILE - 1)) // TILE
     first = tl.cumsum(tiles_of) - tiles_of
-    if begin == 0:
+    if is_first & (begin == 0):
         tl.store(count, tl.sum(tiles_of))
-    for p in range(begin, begin + OWN, ROWS):
+    for p in range(begin, begin + own, ROWS):
         ids, valid = _load_ids(index, p + i, pairs, experts)
         chosen = (ids[:, None] == bins[None, :]) & valid[:, None]
         earlier = (ids[:, None] == ids[None, :]) & valid[None, :] & (i[None, :] < i[:, None])
@@ -144,18 +142,15 @@ def _place(
         own_first, own_every = _of_each(first, chosen), _of_each(every, chosen)
         before += tl.sum(chosen.to(tl.int32), 0)
         row = own_first * TILE + rank
-        tl.store(position + p + i, tl.where(valid, row, -1), mask=p + i < pairs)
+        tl.store(position + p + i, tl.where(valid, row, -1), mask=(p + i < pairs) & is_first)
         entry = tiles + (own_first + rank // TILE) * 4
-        begins = valid & (rank % TILE == 0)
+        begins = valid & (rank % TILE == 0) & is_first
         tl.store(entry, ids, mask=begins)
         tl.store(entry + 1, own_first, mask=begins)
         tl.store(entry + 2, (own_every + (TILE - 1)) // TILE, mask=begins)
         tl.store(entry + 3, tl.minimum(own_every - rank, TILE), mask=begins)
         target = rows + row.to(tl.int64)[:, None] * columns + c
         tl.store(target, held, mask=valid[:, None] & (c < columns))
-        for more in range(COLUMNS, columns, COLUMNS):
-            inside = valid[:, None] & (more + c < columns)
-            tl.store(target + more, tl.load(x + token * columns + more + c, mask=inside), mask=inside)
         token = ((p + ROWS + i) // k).to(tl.int64)[:, None]
-        coming = (p + ROWS < begin + OWN) & (p + ROWS + i < pairs)
+        coming = (p + ROWS < begin + own) & (p + ROWS + i < pairs)
         held = tl.load(x + token * columns + c, mask=coming[:, None] & (c < columns))

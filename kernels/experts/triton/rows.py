@@ -72,6 +72,26 @@ def _sigmoid_terms(x, COMPILED: tl.constexpr):
     return 1.0 + power
 
 
+@triton.jit
+def activated(
+    gate, up, limit, alpha,
+    LIMITED: tl.constexpr, ALPHA: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """What a Gate makes of gate and up, fp32 numbers that DTYPE has, in that."""
+    if LIMITED:  # of a limit that the dtype does not have, the nearest; NaNs stay, as in torch
+        most = widened(rounded(tl.full([1], 1.0, tl.float32) * limit, DTYPE, COMPILED))
+        gate = tl.where(gate > most, most, gate)
+        up = tl.where(up > most, most, tl.where(up < -most, -most, up))
+    if ALPHA:
+        sloped = widened(rounded(gate * alpha, DTYPE, COMPILED))
+        opened = widened(rounded(tl.div_rn(1.0, _sigmoid_terms(sloped, COMPILED)), DTYPE, COMPILED))
+        gate = widened(rounded(gate * opened, DTYPE, COMPILED))
+        up = widened(rounded(up + 1.0, DTYPE, COMPILED))
+    else:
+        gate = widened(rounded(tl.div_rn(gate, _sigmoid_terms(gate, COMPILED)), DTYPE, COMPILED))
+    return rounded(gate * up, DTYPE, COMPILED)
+
+
 @triton.jit(do_not_specialize=["parts", "limit", "alpha"])
 def _gate(
     y, rows, tiles, count, inner, parts, limit, alpha,
@@ -99,18 +119,9 @@ def _gate(
     else:
         gate = widened(tl.load(rows + row * (2 * inner) + c, mask=there, other=0.0))
         up = widened(tl.load(rows + row * (2 * inner) + inner + c, mask=there, other=0.0))
-    if LIMITED:  # of a limit that the dtype does not have, the nearest; NaNs stay, as in torch
-        most = widened(rounded(tl.full([1, 1], 1.0, tl.float32) * limit, DTYPE, COMPILED))
-        gate = tl.where(gate > most, most, gate)
-        up = tl.where(up > most, most, tl.where(up < -most, -most, up))
-    if ALPHA:
-        sloped = widened(rounded(gate * alpha, DTYPE, COMPILED))
-        opened = widened(rounded(tl.div_rn(1.0, _sigmoid_terms(sloped, COMPILED)), DTYPE, COMPILED))
-        gate = widened(rounded(gate * opened, DTYPE, COMPILED))
-        up = widened(rounded(up + 1.0, DTYPE, COMPILED))
-    else:
-        gate = widened(rounded(tl.div_rn(gate, _sigmoid_terms(gate, COMPILED)), DTYPE, COMPILED))
-    tl.store(y + row * inner + c, rounded(gate * up, DTYPE, COMPILED), mask=there)
+    tl.store(
+        y + row * inner + c, activated(gate, up, limit, alpha, LIMITED, ALPHA, DTYPE, COMPILED), mask=there
+    )
 
 
 @triton.jit

@@ -145,6 +145,8 @@ def prepared_launch(
     other arguments are those of the kernel.
     """
     tiles, planes, lanes = packed.words.shape[:3]
+    if packed.host_bytes and not packed.words.is_pinned():
+        raise ValueError("words of packed weights on a GPU are there or in pinned host memory, not elsewhere")
     first, other = planes_of_halves(packed.layout)
     words = packed.words.view(tiles, planes, lanes * 16)
     config = launch_for("packed_linear.many_rows", packed.device, tile=tile, planes=planes)

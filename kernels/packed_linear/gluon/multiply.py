@@ -90,7 +90,6 @@ def _place(block, blocks, grouping, ROWS: gl.constexpr, GATED: gl.constexpr):
         n = block // rounds
         m = block % rounds
         tile = n * (COLUMNS // 16)
-        used = n * 0
     else:
         entry = table + 4 * (gl.maximum(gl.minimum(block, blocks - 1), 0) // tile_blocks)
         first = gl.load(entry + 1)
@@ -99,8 +98,7 @@ def _place(block, blocks, grouping, ROWS: gl.constexpr, GATED: gl.constexpr):
         n = own // expert_rounds
         m = first + own % expert_rounds
         tile = gl.load(entry) * expert_tiles + n * (COLUMNS // 16)
-        used = gl.load(table + 4 * m + 3)
-    return tile, n * COLUMNS, m * ROWS, used
+    return tile, n * COLUMNS, m * ROWS
 
 
 @gluon.jit
@@ -232,18 +230,18 @@ def _first_loads(weights, records, far_records, begin, stop, bit, lane):
 
 @gluon.jit
 def _sums(
-    GROUP: gl.constexpr, shared, weights, records, far_records, coming, begin, stop, numbers, place, base4,
-    LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
+    GROUP: gl.constexpr, shared, weights, records, far_records, coming, begin, stop, turn_number, thread,
+    base4, LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Sums [64, ROWS] of the products of a segment, still under way, with ROWS of the rows of x."""
+    """Sums [64, ROWS] of the products of a segment: of the turns begin to stop of a block."""
     P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     xs, words, _, x_there, x_free, words_there, words_free, started, _, _ = shared
     far, escapes = weights[1], weights[3]
-    bit, lane = place
+    bit, lane = thread
     fars, escape, others, next_fars, next_escape, next_others, far_record, record = coming
-    x_number, turn_number = numbers
+    x_number = 2 * turn_number
     stage = turn_number % WORD_STAGES
     mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1)
     lows, highs = half_bytes(
@@ -255,8 +253,7 @@ def _sums(
     for turn in range(begin, stop):
         first = x_number % STAGES
         factors = half_weights(lows, highs, HALF, SUMS)
-        rows = xs.index(first).slice(0, ROWS, dim=0)
-        sums = warpgroup_mma(factors, rows.permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma(factors, xs.index(first).permute((1, 0)), sums, is_async=True)
         x_number += 1
 
         # The other half of the turn.
@@ -272,8 +269,7 @@ def _sums(
         later = gl.minimum(turn + 3, stop - 1)
         far_record, record = gl.load(far_records + 2 * later), gl.load(records + later)
         factors = half_weights(lows, highs, HALF, SUMS)
-        rows = xs.index(second).slice(0, ROWS, dim=0)
-        sums = warpgroup_mma(factors, rows.permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma(factors, xs.index(second).permute((1, 0)), sums, is_async=True)
         x_number += 1
 
         # The first half of the next turn; behind the last one, of whatever is there.
@@ -289,13 +285,6 @@ def _sums(
         mbarrier.arrive(x_free.index(first), count=1)
         mbarrier.arrive(x_free.index(second), count=1)
     return warpgroup_mma_wait(0, deps=[sums])
-
-
-@gluon.jit
-def _widened(sums, SUMS: gl.constexpr):
-    """Sums [64, 128] with as many zeros behind them. Nothing moves."""
-    both = gl.permute(gl.join(sums, gl.zeros_like(sums)), (0, 2, 1))
-    return gl.convert_layout(gl.reshape(both, [64, 256]), SUMS, assert_trivial=True)
 
 
 @gluon.jit
@@ -316,7 +305,7 @@ def _multiply(
     base4 = base * 0x01010101
     share = _share(sharing)
     rank, segments = share[0], share[4]
-    x_number, turn_number = 0, 0
+    turn_number = 0
     block, begin, stop = _segment(0, share, sharing)
     place = _place(block, sharing[2], grouping, ROWS, GATED)
     tile = _first_tile(place[0], grouping, GROUP, GATED)
@@ -324,25 +313,10 @@ def _multiply(
     coming = _first_loads(weights, records, far_records, begin, stop, bit, lane)
     pieces_number = 0
     for number in range(segments):
-        numbers = x_number, turn_number
-        if ROWS == 256 and grouping[1] is not None:
-            if _place(block, sharing[2], grouping, ROWS, GATED)[3] <= 128:
-                narrow = _sums(
-                    GROUP, shared, weights, records, far_records, coming, begin, stop, numbers, (bit, lane),
-                    base4, LOW, HALF, FIRST_HALF, OTHER_HALF, 128, STAGES, WORD_STAGES,
-                )  # fmt: skip
-                result = _widened(narrow, SUMS)
-            else:
-                result = _sums(
-                    GROUP, shared, weights, records, far_records, coming, begin, stop, numbers, (bit, lane),
-                    base4, LOW, HALF, FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES,
-                )  # fmt: skip
-        else:
-            result = _sums(
-                GROUP, shared, weights, records, far_records, coming, begin, stop, numbers, (bit, lane),
-                base4, LOW, HALF, FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES,
-            )  # fmt: skip
-        x_number += 2 * (stop - begin)
+        result = _sums(
+            GROUP, shared, weights, records, far_records, coming, begin, stop, turn_number, (bit, lane),
+            base4, LOW, HALF, FIRST_HALF, OTHER_HALF, ROWS, STAGES, WORD_STAGES,
+        )  # fmt: skip
         turn_number += stop - begin
         next_block, next_begin, next_stop = _segment(gl.minimum(number + 1, segments - 1), share, sharing)
         next_place = _place(next_block, sharing[2], grouping, ROWS, GATED)

@@ -198,7 +198,7 @@ def decode_chosen(
             decode_chosen_kernel, (slots * programs,),
             one.base, one.rows, one.places, one.programs, chosen, out, first, chosen.numel(),
             items, parts, programs, slot_bytes, **_options(one.kind, one.ragged, one.warps),
-            device=out.device,
+            pdl=True, device=out.device,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from neuzip.kernels.rans.coded import (
     COLUMNS,
@@ -142,6 +143,23 @@ def _run(
 
 
 @triton.jit
+def begin_blocks(inp, starts, counts, own, block, lane, L: tl.constexpr):
+    """Words of blocks, whether they are enough, escapes, where these begin, states, and words taken."""
+    start = tl.load(starts + block)
+    count = tl.load(counts + block)
+    # Where the index has run far beyond the words, what is left is very negative, and must not wrap.
+    count = tl.maximum(tl.minimum(count, (tl.load(own + _C_WORDS_END) - start) // 2), 0).to(tl.int32)
+    words = (inp + start).to(tl.pointer_type(tl.uint16))
+    whole = count >= _HEADER
+    escapes = tl.load(words, mask=whole, other=0).to(tl.int32)
+    limit = count - 2 * escapes
+    whole = whole & (limit >= _HEADER)
+    limit = tl.where(whole, limit, 0)
+    x = _u16(words + 1 + lane, whole) | (_u16(words + 1 + _LANES + lane, whole) << 16)
+    return words, whole, escapes, limit, x, tl.full([L], _HEADER, tl.int32)
+
+
+@triton.jit
 def decode_blocks(
     inp, out, starts, counts, descriptors, programs, tables, exponents, errors,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
@@ -188,7 +206,7 @@ def decode_chosen_kernel(
     base, rows, places, programs, chosen, out, first, length, items, parts, per_slot, slot_bytes,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
-    STREAM: tl.constexpr, COMPILED: tl.constexpr,
+    STREAM: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of a part of the item that a slot of `out` holds: `chosen[first + slot]`.
 
@@ -199,6 +217,9 @@ def decode_chosen_kernel(
 
     Programs of slots without an item, and of those from `length` on, end at once.
     """
+    if USE_PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     slot = tl.program_id(0) // per_slot
     programs += 2 * (tl.program_id(0) - slot * per_slot)
     part, number = tl.load(programs), tl.load(programs + 1)
@@ -260,18 +281,7 @@ def _decode(
     if not RAGGED:
         # Where blocks are left over, the last is decoded by several warps: all write the same.
         block = tl.minimum(block, last)
-    start = tl.load(starts + block)
-    count = tl.load(counts + block)
-    # Where the index has run far beyond the words, what is left is very negative, and must not wrap.
-    count = tl.maximum(tl.minimum(count, (tl.load(own + _C_WORDS_END) - start) // 2), 0).to(tl.int32)
-    words = (inp + start).to(tl.pointer_type(tl.uint16))
-    whole = count >= _HEADER
-    escapes = tl.load(words, mask=whole, other=0).to(tl.int32)
-    limit = count - 2 * escapes
-    whole = whole & (limit >= _HEADER)
-    limit = tl.where(whole, limit, 0)
-    x = _u16(words + 1 + lane, whole) | (_u16(words + 1 + _LANES + lane, whole) << 16)
-    p = tl.full([L], _HEADER, tl.int32)
+    words, whole, escapes, limit, x, p = begin_blocks(inp, starts, counts, own, block, lane, L)
     if L == _LANES:
         # A line of the table each, and three more: the look-ups of the first runs find them in the cache.
         line = tables + tl.arange(0, L) * 128
@@ -308,13 +318,13 @@ def _decode(
         highest = tl.load(exponents + 255).to(tl.uint32, bitcast=True)
         if highest - lowest == (15 << M) * 0x10001:  # a palette of 16 exponents in a row
             x, p = triton_stream.runs(
-                x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared, True, M, L,
-                COMPILED,
+                x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared, lane, lane, 0,
+                False, True, M, L, COMPILED,
             )  # fmt: skip
         else:
             x, p = triton_stream.runs(
-                x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared, False, M, L,
-                COMPILED,
+                x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared, lane, lane, 0,
+                False, False, M, L, COMPILED,
             )  # fmt: skip
     else:
         q0, q1, q2, q3, d0, d1, b8, b4, b2, b1 = load_run(

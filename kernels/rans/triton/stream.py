@@ -34,6 +34,7 @@ _SLOTS, _SCALE_BITS, _LOWER = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS),
 _AHEAD, _PIECES = tl.constexpr(AHEAD), tl.constexpr(PIECES)
 _TABLE_BYTES = tl.constexpr(4 * SCALE)
 _PLANES_OF_RUN = tl.constexpr(LANES * RUN)
+_RUN_BYTES = tl.constexpr(2 * LANES * RUN)
 _RING_BYTES = tl.constexpr(2 * PIECE * PIECES)
 _WARP_BYTES = tl.constexpr(2 * PIECE * PIECES + (AHEAD + 1) * LANES * RUN)
 
@@ -41,14 +42,21 @@ _WARP_BYTES = tl.constexpr(2 * PIECE * PIECES + (AHEAD + 1) * LANES * RUN)
 @triton.jit
 def runs(
     x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared,
-    IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
+    vector, at, runs_of_row,
+    MULTIPLY: tl.constexpr, IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Decode and store all runs of full blocks, one a warp: states in the end, and words taken.
+    """Decode all runs of full blocks, one a warp, and store them or MULTIPLY: states in the end, words taken.
 
     words: uint16 pointers, of a block whose tensor's words begin at a multiple of 16 bytes; p of them were
     taken, and none is read from `limit` on. planes8, target: where a lane's first run is, 8 bytes and 16.
     lowest: how two weights hold the first exponent of the palette; IN_A_ROW says that the others follow it.
+
+    With MULTIPLY a row of a matrix is `runs_of_row` runs, and is multiplied with a vector: addresses of a
+    lane's part of its first run, bf16. The first run of the block is the run `at` of its row. `target` are
+    addresses of that row's sum: the second of two numbers, fp32, if the row began in the block before, and
+    else the first. The numbers of the rows after it follow.
     """
+    total = tl.zeros([L], tl.float32)
     # Words count from a multiple of 16 bytes on, as pieces begin there.
     skipped = (words.to(tl.int64) & 15).to(tl.int32) >> 1
     words -= skipped
@@ -67,17 +75,29 @@ def runs(
             _copy_planes(planes8, run + _AHEAD, own, lane, COMPILED)
         piece = _copy_words(p, piece, end, words, own, lane, COMPILED)
         _end_group(own, COMPILED)
+        v0, v1, v2, v3 = _load_vector(vector, at, MULTIPLY, COMPILED)
         x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
         x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
         x, p, e2 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
         x, p, e3 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
-        _store(target, run, e0, e1, e2, e3, planes8, own, lane, COMPILED)
+        m0, m1, m2, m3 = _weights(run, e0, e1, e2, e3, planes8, own, lane, COMPILED)
+        if MULTIPLY:
+            total = _add_products(total, m0, m1, m2, m3, v0, v1, v2, v3)
+            total, target, at = _end_run(total, target, at, runs_of_row, lane, False, L, COMPILED)
+        else:
+            _store(target, run, m0, m1, m2, m3)
     _wait(own, COMPILED)
+    v0, v1, v2, v3 = _load_vector(vector, at, MULTIPLY, COMPILED)
     x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
     x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
     e2 = _exponents_of((x & 15) | ((x & 0xF0) << 12), exponents, lowest, IN_A_ROW, M, COMPILED)
     e3 = _exponents_of(((x >> 8) & 15) | ((x & 0xF000) << 4), exponents, lowest, IN_A_ROW, M, COMPILED)
-    _store(target, _RUNS - 1, e0, e1, e2, e3, planes8, own, lane, COMPILED)
+    m0, m1, m2, m3 = _weights(_RUNS - 1, e0, e1, e2, e3, planes8, own, lane, COMPILED)
+    if MULTIPLY:
+        total = _add_products(total, m0, m1, m2, m3, v0, v1, v2, v3)
+        total, target, at = _end_run(total, target, at, runs_of_row, lane, True, L, COMPILED)
+    else:
+        _store(target, _RUNS - 1, m0, m1, m2, m3)
     if COMPILED:  # pieces that nobody needs may be in flight
         tl.inline_asm_elementwise(
             "cp.async.wait_all; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
@@ -271,8 +291,8 @@ def _exponents_of(entry, exponents, lowest, IN_A_ROW: tl.constexpr, M: tl.conste
 
 
 @triton.jit
-def _store(target, run, e0, e1, e2, e3, planes8, own, lane, COMPILED: tl.constexpr):
-    """Merge the exponents of a lane's 8 weights with what else they have, and store them."""
+def _weights(run, e0, e1, e2, e3, planes8, own, lane, COMPILED: tl.constexpr):
+    """The exponents of a lane's 8 weights, merged with what else they have: two weights a word."""
     if COMPILED:
         low, high = tl.inline_asm_elementwise(
             "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [_place_of(run, own, lane)],
@@ -281,9 +301,94 @@ def _store(target, run, e0, e1, e2, e3, planes8, own, lane, COMPILED: tl.constex
     else:
         both = tl.load(planes8 + run * _LANES)
         low, high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
-    w0 = joined(_merged(e0, low, 0, COMPILED), _merged(e1, low, 1, COMPILED))
-    w1 = joined(_merged(e2, high, 0, COMPILED), _merged(e3, high, 1, COMPILED))
-    tl.store(target + run * _RUN_WORDS, tl.join(w0, w1))
+    return (
+        _merged(e0, low, 0, COMPILED), _merged(e1, low, 1, COMPILED), _merged(e2, high, 0, COMPILED),
+        _merged(e3, high, 1, COMPILED),
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(target, run, m0, m1, m2, m3):
+    """Store a lane's 8 weights of a run."""
+    tl.store(target + run * _RUN_WORDS, tl.join(joined(m0, m1), joined(m2, m3)))
+
+
+@triton.jit
+def _load_vector(vector, at, MULTIPLY: tl.constexpr, COMPILED: tl.constexpr):
+    """The 8 numbers that a lane's weights of run `at` of a row are multiplied with: two a word."""
+    none = at.to(tl.uint32)
+    v0, v1, v2, v3 = none, none, none, none
+    if MULTIPLY:
+        address = vector + at * _RUN_BYTES
+        if COMPILED:
+            v0, v1, v2, v3 = tl.inline_asm_elementwise(
+                "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
+                dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            pointers = address.to(tl.pointer_type(tl.uint32))
+            v0, v1 = tl.load(pointers), tl.load(pointers + 1)
+            v2, v3 = tl.load(pointers + 2), tl.load(pointers + 3)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def _add_products(total, m0, m1, m2, m3, v0, v1, v2, v3):
+    """A lane's sum with the products of 8 weights."""
+    total = _add_two(total, m0, v0)
+    total = _add_two(total, m1, v1)
+    total = _add_two(total, m2, v2)
+    return _add_two(total, m3, v3)
+
+
+@triton.jit
+def _add_two(total, m, v):
+    """total + the products of the two bf16 numbers in each of two words."""
+    total += (m << 16).to(tl.float32, bitcast=True) * (v << 16).to(tl.float32, bitcast=True)
+    high: tl.constexpr = 0xFFFF0000
+    return total + (m & high).to(tl.float32, bitcast=True) * (v & high).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _end_run(
+    total, target, at, runs_of_row, lane, LAST: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr
+):  # fmt: skip
+    """Where a row ends, or the LAST run of the block, the warp's sum goes to `target`: what is next."""
+    at += 1
+    is_end = at == runs_of_row
+    writes = (at > 0) if LAST else is_end
+    if COMPILED:
+        total = tl.inline_asm_elementwise(
+            _ending(), "=f,f,r,l,r", [total, writes.to(tl.int32), target, lane],
+            dtype=tl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        lanes = tl.reshape(total, [L // _LANES, _LANES])
+        of_warp = tl.reshape(tl.broadcast_to(tl.sum(lanes, 1)[:, None], [L // _LANES, _LANES]), [L])
+        tl.store(target.to(tl.pointer_type(tl.float32)), of_warp, mask=writes & (lane == 0))
+        total = tl.where(writes, 0.0, total)
+    return total, tl.where(writes, (target & -8) + 8, target), tl.where(is_end, 0, at)
+
+
+@triton.constexpr_function
+def _ending():
+    shuffles = " ".join(
+        f"shfl.sync.bfly.b32 other, sum, {distance}, 0x1f, 0xffffffff; add.f32 sum, sum, other;"
+        for distance in (16, 8, 4, 2, 1)
+    )
+    return f"""{{
+        .reg .pred ends, first;
+        .reg .f32 sum, other;
+        mov.f32 sum, $1;
+        setp.ne.s32 ends, $2, 0;
+        @!ends bra DONE;
+        {shuffles}
+        setp.eq.s32 first, $4, 0;
+        @first st.global.f32 [$3], sum;
+        mov.f32 sum, 0f00000000;
+        DONE:
+        mov.f32 $0, sum;
+        }}"""
 
 
 @triton.jit
