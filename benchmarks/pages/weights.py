@@ -101,6 +101,16 @@ def tied_embedding(document: Document) -> str:
     return render("weights.tied_embedding", document, rows)
 
 
+def expert_use(document: Document) -> str:
+    """Plans for a mixture, with and without schemes by the use of experts, side by side."""
+    rows = document["results"]
+    pairs = [
+        (a, b, b["ratio"] / a["ratio"], b["other_kld"] / a["other_kld"])
+        for a, b in zip(rows[::2], rows[1::2], strict=True)
+    ]
+    return render("weights.expert_use", document, pairs)
+
+
 def delta(document: Document) -> str:
     """Deltas beside the container alone and their peers."""
     rows = []
