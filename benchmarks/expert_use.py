@@ -2,9 +2,10 @@
 
     python benchmarks/expert_use.py $NEUZIP_DATA [--steps N]
 
-The mixture is made here. Each layer of the demo becomes a layer of 16 experts, 2 per token, each of a third of
-the neurons that the layer had. It is trained for some steps on train-mix.jsonl.gz, without a loss that balances
-the experts. Plans are searched on wiki.valid.raw of WikiText-2, and measured there and on wiki.test.raw.
+The mixture is made here. Each layer of the demo becomes a layer of 16 experts, 2 per token, each of a third
+of the neurons that the layer had. It is trained for some steps on train-mix.jsonl.gz, without a loss that
+balances the experts. Plans are searched on wiki.valid.raw of WikiText-2, and measured there and on
+wiki.test.raw.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TARGETS: tuple[dict[str, Any], ...] = ({"max_kld": 0.01}, {"target_size": "35%"}
 
 
 def upcycled() -> PreTrainedModel:
-    """The demo with experts in place of its MLPs, in fp32: each has some of the neurons of the whole layer."""
+    """The demo with experts in place of its MLPs, in fp32: each has some neurons of the whole layer."""
     dense: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     old = dense.config
     config = Qwen3MoeConfig(
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def compared(mixture: Path, valid: Path, test: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A row for each target, with and without schemes by use; and what classes of experts get at the first."""
+    """A row for each target, with schemes by use and without; and the classes of the first target."""
     other = BaselineComparison(mixture, named(test), max_tokens=TOKENS, device="cpu")
     rows, classes = [], []
     for target in TARGETS:

@@ -53,7 +53,8 @@ GROUPS = {
 HOW_TO = {
     "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas",
     "diff": "measure", "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure",
-    "bench": "run", "layers": "layers", "experts": "compress", "generate": "run", "patch-attention": "cache-and-attention",
+    "bench": "run", "layers": "layers", "experts": "compress", "generate": "run",
+    "patch-attention": "cache-and-attention",
     "export": "ternary", "ternarize": "ternary",
     "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
     "demo": None,
