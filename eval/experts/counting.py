@@ -26,12 +26,16 @@ if TYPE_CHECKING:
 OnTokens = Callable[[int], None]
 
 
+class NotCounted(NeuzipError):
+    """It cannot be seen which experts a model chooses."""
+
+
 def count_use(
     model: PreTrainedModel, batches: Iterable[Tensor], on_tokens: OnTokens = lambda count: None
 ) -> tuple[LayerUse, ...]:
     """The use of the experts of each layer on some tokens, int64 [B, T] a batch; empty without experts.
 
-    Raises NeuzipError for a model that calls its experts in a way that does not show who was chosen.
+    Raises NotCounted for a model that calls its experts in a way that does not show who was chosen.
     """
     counters = list(_counters(model))
     if not counters:
@@ -48,7 +52,7 @@ def count_use(
             hook.remove()
     seen = [counter.use() for counter in counters if counter.calls]
     if not seen:
-        raise NeuzipError(
+        raise NotCounted(
             f"{model.config.name_or_path}: {type(model).__name__} does not tell its experts which of them are"
             " chosen, so they cannot be counted",
             "its experts would have to be called with an index of [tokens, experts per token]",

@@ -19,7 +19,7 @@ from neuzip.compress.rules import LOSSLESS
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.eval.experts.counting import count_use
+from neuzip.eval.experts.counting import NotCounted, count_use
 from neuzip.eval.experts.expert_use import ExpertUse
 from neuzip.eval.layers.drops import Drop, pruned, weigh
 from neuzip.eval.layers.removal import tensors_by_layer
@@ -149,8 +149,13 @@ def _expert_use(
     if requested == "none" or not single or model is None or baseline is None:
         return None
     windows = CalibrationWindows.of(baseline.ids[: USE_TOKENS + 1], MEASURED_WINDOW, baseline.front)
-    with stage("experts", windows.tokens, "tokens") as advance:
-        layers = count_use(model, (fed for fed, _ in windows.batches()), advance)
+    try:
+        with stage("experts", windows.tokens, "tokens") as advance:
+            layers = count_use(model, (fed for fed, _ in windows.batches()), advance)
+    except NotCounted as failure:
+        raise NotCounted(
+            failure.message, "give `expert_use='none'`, which treats all experts of a layer alike"
+        ) from failure
     return ExpertUse("text", windows.tokens, layers)
 
 

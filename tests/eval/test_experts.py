@@ -25,7 +25,7 @@ from neuzip.compress.scheme import Scheme
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.eval.experts.counting import count_use
+from neuzip.eval.experts.counting import NotCounted, count_use
 from neuzip.eval.experts.expert_use import LEAST, ExpertUse, LayerUse, read_use, use_bytes
 from neuzip.eval.measures.expert_figures import ExpertFigures, sum_up_experts
 from neuzip.eval.measures.head import HeadedModel
@@ -147,6 +147,27 @@ def test_experts_of_other_processes_and_of_no_token_count_nothing():
     assert first.tokens == (2, 0, 0, 0, 0, 1, 0, 0)
     assert first.weights == (1.0, 0, 0, 0, 0, 0.5, 0, 0)
     assert first.classes == ("hot", *["unused"] * 4, "hot", *["unused"] * 2)
+
+
+class SomeTokens:
+    """The tokens of a baseline, without a model."""
+
+    ids = torch.arange(600) % 256
+    front = None
+
+
+@needs_version_5
+def test_a_choice_that_is_not_seen_is_told(saved: Callable[[str], Path], ids: Tensor):
+    model = mixture("mixtral", **SIZES).float()
+    for layer in decoder_layers(model):
+        layer.mlp.forward = lambda states: states
+    with pytest.raises(NotCounted, match="does not tell its experts which of them are chosen"):
+        count_use(model, [ids])
+    with FolderSource(saved("mixtral")) as source, Workers(1) as workers:
+        groups = find_groups(source, workers, EVERYTHING)
+    with pytest.raises(NotCounted) as refused:
+        plan_search._expert_use("auto", groups, model, SomeTokens, no_stage)  # type: ignore[arg-type]
+    assert "expert_use='none'" in (refused.value.hint or "")
 
 
 def test_a_model_without_experts_has_no_use(ids: Tensor):
@@ -310,18 +331,14 @@ def test_a_plan_by_weights_follows_a_use_that_was_counted_before(
 def test_a_search_counts_on_its_text(saved: Callable[[str], Path], ids: Tensor):
     model = load_model(saved("qwen3"), torch.float32)
 
-    class Text:
-        ids = torch.arange(600) % 256
-        front = None
-
     with FolderSource(saved("qwen3")) as source, Workers(1) as workers:
         groups = find_groups(source, workers, EVERYTHING)
-    use = plan_search._expert_use("auto", groups, model, Text, no_stage)  # type: ignore[arg-type]
+    use = plan_search._expert_use("auto", groups, model, SomeTokens, no_stage)  # type: ignore[arg-type]
     assert use is not None and [one.layer for one in use.layers] == [0, 1]
     assert sum(use.layers[0].tokens) == 2 * use.tokens == 2 * 512
-    assert plan_search._expert_use("none", groups, model, Text, no_stage) is None  # type: ignore[arg-type]
+    assert plan_search._expert_use("none", groups, model, SomeTokens, no_stage) is None  # type: ignore[arg-type]
     single = [g for g in groups if "experts" not in g.globs[0]]
-    assert plan_search._expert_use("auto", single, model, Text, no_stage) is None  # type: ignore[arg-type]
+    assert plan_search._expert_use("auto", single, model, SomeTokens, no_stage) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
