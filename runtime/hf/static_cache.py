@@ -13,7 +13,6 @@ of values give is cut off.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -131,8 +130,6 @@ class FixedCache(StaticCache):
 
 
 _sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-_ALWAYS = {"allow_is_causal_skip": False, "allow_torch_fix": False}
-"""What a mask of numbers asks of transformers' mask of booleans, where that has such options."""
 
 
 def _eager_mask(*arguments: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor | None:
@@ -140,9 +137,7 @@ def _eager_mask(*arguments: Any, dtype: torch.dtype = torch.float32, **options: 
 
     transformers before 5.22 copied the 0 from the host, which cannot be captured in a CUDA graph.
     """
-    known = inspect.signature(_sdpa_mask).parameters
-    options |= {name: value for name, value in _ALWAYS.items() if name in known}
-    mask: Tensor | None = _sdpa_mask(*arguments, **options)
+    mask: Tensor | None = _sdpa_mask(*arguments, **options | {"allow_is_causal_skip": False})
     if mask is None:
         return None
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
