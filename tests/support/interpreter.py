@@ -1,8 +1,8 @@
 """Triton's interpreter without its needless work: the time of a kernel on the CPU is that of its bookkeeping.
 
 `quicken()` changes nothing that kernels compute. It keeps what the interpreter finds out again for each
-operation: the built-in names of triton.language, numpy's name of a dtype, the shape of a type of blocks, that
-two operands are of one type, a block of one integer.
+operation: the built-in names of triton.language, numpy's name of a dtype, the shape of a type of blocks, and
+what an operation does with operands of some types (see recorded_operations.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import recorded_operations
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -26,11 +26,8 @@ def quicken() -> None:
     replace_names_once()
     leave_out_checks_of_overflow()
     remember_types()
-    pass_over_like_operands()
-    pass_over_like_integers()
-    unwrap_only_constants()
-    call_builtins_directly()
     leave_out_checks_of_sizes()
+    interpreter._patch_attr = recorded_operations.patch_attribute
 
 
 def look_up_names_once() -> None:
@@ -136,75 +133,6 @@ def remember_types() -> None:
     block_type.__init__, tensor.__init__ = init_block, init_tensor
     dtype.__eq__ = equal
     interpreter._get_np_dtype = np_dtype
-
-
-def pass_over_like_operands() -> None:
-    """Two tensors of one type stay as they are, and an integer beside a type becomes one block each time."""
-    make_alike = TritonSemantic.binary_op_type_checking_impl
-    tensor = tl.core.tensor
-    settled = {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)} | {"fp32", "fp64"}
-    blocks: dict[Any, Any] = {}
-
-    def alike(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
-        if type(lhs) is not tensor:
-            return make_alike(self, lhs, rhs, *flags, **named)
-        if type(rhs) is tensor:
-            if lhs.type.name == rhs.type.name and lhs.dtype.name in settled:
-                return lhs, rhs
-            return make_alike(self, lhs, rhs, *flags, **named)
-        if type(rhs) is not int:
-            return make_alike(self, lhs, rhs, *flags, **named)
-        key = lhs.type.name, rhs, flags, *named.items()
-        if (block := blocks.get(key)) is not None:
-            return lhs, block
-        left, right = make_alike(self, lhs, rhs, *flags, **named)
-        if left is lhs:
-            right.handle.data.flags.writeable = False  # nothing writes into what others share
-            blocks[key] = right
-        return left, right
-
-    TritonSemantic.binary_op_type_checking_impl = alike
-
-
-def pass_over_like_integers() -> None:
-    """Two integers of one type stay as they are in bitwise operations."""
-    make_alike = TritonSemantic.bitwise_op_type_checking_impl
-    integers = {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
-
-    def alike(self: Any, lhs: Any, rhs: Any) -> Any:
-        lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs)
-        if lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in integers:
-            return lhs, rhs
-        return make_alike(self, lhs, rhs)
-
-    TritonSemantic.bitwise_op_type_checking_impl = alike
-
-
-def unwrap_only_constants() -> None:
-    """Each operand is looked at as a list, as two kinds of tuple and as a constant; most are none of them."""
-    unwrap = tl.core._unwrap_if_constexpr
-    plain = {tl.core.tensor, tl.core.dtype, tl.core.block_type, int, float, bool, str, type(None), slice}
-
-    def unwrapped(value: Any) -> Any:
-        return value if type(value) in plain else unwrap(value)
-
-    tl.core._unwrap_if_constexpr = unwrapped
-
-
-def call_builtins_directly() -> None:
-    """A built-in is called through functions that check for the argument which is passed here."""
-    semantic = interpreter.interpreter_semantic
-
-    def patch_attribute(place: object, name: str, member: Any, builder: object, scope: Any) -> None:
-        function = inspect.unwrap(member)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(place, name, call)
-
-    interpreter._patch_attr = patch_attribute
 
 
 def leave_out_checks_of_sizes() -> None:
