@@ -143,8 +143,10 @@ LAYER = ("layer of experts", "packed")
 
 
 def layer_table(rows: Sequence[Row], cases: Sequence[tuple[str, str]]) -> str:
-    """Speeds of one layer of packed experts relative to bf16: a line for each number of tokens."""
+    """Speeds of one layer of packed experts relative to bf16, a line for each number of tokens; or nothing."""
     layers = {(r["tokens"], r["model"], r["law"]): r for r in rows if (r["what"], r["by"]) == LAYER}
+    if not layers:
+        return ""
     lines = [
         [f"{tokens:,}", *(layer_cell(layers.get((tokens, *case))) for case in cases)]
         for tokens in sorted({key[0] for key in layers})
