@@ -143,7 +143,7 @@ LAYER = ("layer of experts", "packed")
 
 
 def layer_table(rows: Sequence[Row], cases: Sequence[tuple[str, str]]) -> str:
-    """Speeds of one layer of packed experts relative to bf16, a line for each number of tokens; or nothing."""
+    """Speeds of one layer of packed experts relative to bf16, a line for each number of tokens, or none."""
     layers = {(r["tokens"], r["model"], r["law"]): r for r in rows if (r["what"], r["by"]) == LAYER}
     if not layers:
         return ""
