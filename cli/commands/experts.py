@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from neuzip.cli.show.experts import quiet_lines, show_experts
 from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.runtime.requirements import require_device
-
-if TYPE_CHECKING:
-    pass
 
 PACKAGES = ("torch", "transformers")
 

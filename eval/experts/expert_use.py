@@ -108,10 +108,13 @@ def use_bytes(use: ExpertUse) -> bytes:
 
 def read_use(path: Path) -> ExpertUse:
     """Read what `neuzip experts` wrote with --output or --json. Raises NeuzipError."""
+    hint = "neuzip experts --output writes such files"
     try:
         document = parse_json(path.read_bytes(), path)
     except OSError as error:
-        raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
+        raise NeuzipError(f"{path}: cannot be read: {error.strerror}", hint) from error
+    except FormatError as error:
+        raise FormatError(path, error.problem, hint=hint) from error
     try:
         layers = tuple(_layer_of(entry) for entry in document["layers"])
         use = ExpertUse(str(document["text"]), _count(document["tokens"]), layers)
@@ -119,7 +122,7 @@ def read_use(path: Path) -> ExpertUse:
         raise FormatError(
             path,
             "does not say how often experts are chosen",
-            hint="neuzip experts --output writes such files",
+            hint=hint,
         ) from error
     return use
 

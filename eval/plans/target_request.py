@@ -147,7 +147,8 @@ def _require_experts(source: FolderSource, use: ExpertUse, file: str | os.PathLi
             "leave out `expert_use`: experts that are stored as one tensor have one scheme",
         )
     experts = Counter((name.layer, name.kind) for name in names)
-    if all(use.of_layer(layer, count) is None for (layer, _), count in experts.items()):
+    fitting = {layer for (layer, _), count in experts.items() if use.of_layer(layer, count) is not None}
+    if not fitting or fitting != {one.layer for one in use.layers}:
         raise NeuzipError(
             f"{file}: is of another model than {source.checkpoint.path}: its layers or experts differ",
             "run neuzip experts on this model",

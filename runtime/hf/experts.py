@@ -19,6 +19,7 @@ layers are compressed, and their own code chooses among them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -48,6 +49,9 @@ LIMITS, ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 PROBE_ROWS, PROBE_INNER = 64, 16
 """Made-up rows of gate and up in which a module's own activation has to give the bits of a Gate."""
+
+PROBE_LARGE = 1000.0
+"""The scale of half of these rows: limits that are not among LIMITS show there."""
 
 _own_gates: WeakKeyDictionary[nn.Module, dict[torch.dtype, Gate | None]] = WeakKeyDictionary()
 
@@ -220,7 +224,8 @@ def _gate_of(module: nn.Module, dtype: torch.dtype) -> Gate | None:
 
 
 def _candidates(module: nn.Module) -> Iterator[Gate]:
-    limits, alphas = _numbers(module, LIMITS), _numbers(module, ALPHAS)
+    limits = [limit for limit in _numbers(module, LIMITS) if 0 < limit < math.inf]  # models write 0 for none
+    alphas = _numbers(module, ALPHAS)
     for interleaved in (False, True):
         for limit in (*limits, None):
             for alpha in (*alphas, None):
@@ -233,9 +238,11 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> list[float]:
 
 
 def _gives_its_bits(module: Any, gate: Gate, dtype: torch.dtype) -> bool:
-    """Whether a module's activation is a Gate, on made-up rows on the CPU, half of them beyond its limit."""
+    """Whether a module's activation is a Gate, on made-up rows on the CPU, many of them beyond its limit."""
     generator = torch.Generator().manual_seed(0)
-    scale = 4.0 if gate.limit is None else 2 * gate.limit
-    rows = (scale * torch.randn(PROBE_ROWS, 2 * PROBE_INNER, generator=generator, device="cpu")).to(dtype)
+    rows = torch.randn(PROBE_ROWS, 2 * PROBE_INNER, generator=generator, device="cpu")
+    rows[::2] *= 4.0 if gate.limit is None else 2 * gate.limit
+    rows[1::2] *= PROBE_LARGE
+    rows = rows.to(dtype)
     with torch.no_grad():
         return torch.equal(module._apply_gate(rows), gated(rows, gate))

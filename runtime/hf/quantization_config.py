@@ -98,7 +98,9 @@ class NeuzipConfig(QuantizationConfigMixin):
 
     def __repr__(self) -> str:
         more = "" if self.activations is None else f", activations={self.activations!r}"
-        more += "" if self.expert_memory is None else f", expert_memory={self.expert_memory}"
+        for name in ("expert_memory", "expert_pool_bytes"):
+            value = getattr(self, name)
+            more += "" if value is None else f", {name}={value}"
         return f"{type(self).__name__}(residency={self.residency!r}{more})"
 
 

@@ -25,7 +25,7 @@ from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear, tile_row
 from neuzip.kernels.experts import ops as experts_ops
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.ops import Activation
-from neuzip.kernels.experts.routing import EXPERT, USED
+from neuzip.kernels.experts.routing import EXPERT, in_use
 from neuzip.kernels.rans.chosen import CodedItems, can_choose, coded_items
 from neuzip.kernels.rans.coded import ALIGNMENT
 from neuzip.kernels.rans.ops import ResidentTensor
@@ -234,11 +234,8 @@ def _in_rounds(
 
 def _sums_by_expert(grad: Tensor, used: ExpertsInUse, experts: int) -> Tensor:
     """The sums of the rows of each expert: the gradient of a bias, [experts, out]."""
-    tile, _, tiles, count = used.routing
-    numbers = torch.arange(len(tiles), device=grad.device)
-    filled = torch.where(numbers < count, tiles[:, USED], 0)
-    there = (torch.arange(tile, device=grad.device) < filled[:, None]).flatten()
-    expert = tiles[:, EXPERT].repeat_interleave(tile).where(there, experts).long()
+    tile, _, tiles, _ = used.routing
+    expert = tiles[:, EXPERT].repeat_interleave(tile).where(in_use(used.routing), experts).long()
     sums = torch.zeros(experts + 1, grad.shape[1], dtype=torch.float32, device=grad.device)
     return sums.index_add_(0, expert, grad.float())[:experts].to(grad.dtype)
 

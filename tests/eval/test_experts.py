@@ -358,6 +358,26 @@ def test_a_use_of_other_experts_is_refused(
     assert not (tmp_path / "small").exists()
 
 
+def test_a_use_with_layers_that_the_model_has_not_is_refused(
+    saved: Callable[[str], Path], tmp_path: Path, neuzip: Speak
+):
+    """One layer that happens to fit does not make it that of the model."""
+    layers = tuple(LayerUse(layer, "experts", (1,) * 8, None) for layer in range(3))
+    (tmp_path / "use.json").write_bytes(use_bytes(ExpertUse("text", 4, layers)))
+    said = neuzip(
+        "compress", saved("qwen3"), tmp_path / "small", "--target-size", "50%", "--sensitivity", "weights",
+        "--expert-use", tmp_path / "use.json",
+    )  # fmt: skip
+    assert said.exit_code == 1 and "use.json: is of another model than" in said.stderr
+
+
+def test_what_is_no_json_is_told_with_what_writes_such_files(tmp_path: Path):
+    (tmp_path / "use.json").write_text("hello")
+    with pytest.raises(NeuzipError, match=r"use\.json: the JSON is broken") as error:
+        read_use(tmp_path / "use.json")
+    assert "neuzip experts --output" in str(error.value.hint)
+
+
 def test_another_use_is_another_search(tmp_path: Path, saved: Callable[[str], Path]):
     from neuzip.eval.plans.deliver import key_of
 

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from neuzip.kernels.experts import ops
-from neuzip.kernels.experts.gate import Gate
+from neuzip.kernels.experts.gate import Gate, gated
 from neuzip.runtime.decode.greedy import GreedyDecoder, NotGraphable
 from neuzip.runtime.hf import experts
 from neuzip.runtime.hf.experts import has_single_experts
@@ -230,6 +230,29 @@ def test_layouts_of_modules(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ops, "packed_experts", lambda *arguments: launched.append(arguments) or arguments[0])
     packed(*routed())
     assert [call[6] if isinstance(call[6], Gate) else None for call in launched] == [gate]
+
+
+class Limited(nn.Module):
+    """An activation with a limit of any name, of which 0 is none."""
+
+    def __init__(self, **limit: float) -> None:
+        super().__init__()
+        vars(self).update(limit)
+        self.most = next(iter(limit.values())) or None
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gated(gate_up, Gate(limit=self.most))
+
+
+@pytest.mark.parametrize(
+    ("limit", "gate"),
+    [
+        ({"swiglu_limit": 0.0}, Gate()), ({"limit": 7.0}, Gate(limit=7.0)), ({"ceiling": 50.0}, None),
+        ({"limit": 0}, Gate()),
+    ],
+)  # fmt: skip
+def test_limits_of_modules(limit: dict[str, float], gate: Gate | None):
+    assert experts._gate_of(Limited(**limit), BF16) == gate
 
 
 @pytest.mark.parametrize(
