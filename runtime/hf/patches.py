@@ -25,13 +25,10 @@ from transformers.quantizers.auto import (
 
 from neuzip.errors import NeuzipError
 from neuzip.runtime.hf.filling import filled_by_us
-from neuzip.runtime.hf.quantization_config import FILL, METHOD, NeuzipConfig
+from neuzip.runtime.hf.quantization_config import EXPERTS, FILL, METHOD, NeuzipConfig
 
 if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
-
-EXPERTS = "neuzip"
-"""What configs call our way to compute mixtures of experts: see `experts`."""
 
 _registering = Lock()
 

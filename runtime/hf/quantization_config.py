@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 METHOD = "neuzip"
 """The `quant_method` of a compressed folder's config.json."""
 
+EXPERTS = "neuzip"
+"""What configs call our way to compute mixtures of experts: see `experts`."""
+
 FILL = "_load_pretrained_model"
 """The step of `PreTrainedModel.from_pretrained` that fills a model with tensors."""
 

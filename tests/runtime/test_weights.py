@@ -488,7 +488,7 @@ def test_weights_of_a_model_are_decoded_together(monkeypatch: pytest.MonkeyPatch
         got = [F.linear(x, w) for w in (live[0], all_experts[1], live[1], live[2])]
         for y, w in zip(got, (matrices[0], experts[1], matrices[1], matrices[2]), strict=True):
             assert same_bits(y, F.linear(x, w))
-    order = [live[0].memory0, all_experts.memory0, live[1].words, live[2].memory0]  # type: ignore[attr-defined]
+    order = [live[0].memory0, all_experts.memory0, live[1].far_index, live[2].memory0]  # type: ignore[attr-defined]
     assert [id(t) for group in decoded for t in group][:12] == [id(t) for t in order * 3]
     assert [len(group) for group in decoded[:6]] == [1, 1, 1, 1, 3, 3]  # of an expert its block is decoded
     turned = [AnsWeight.of(matrix) for matrix in matrices * 3]  # as a Conv1D has them: x @ w

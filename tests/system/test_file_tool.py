@@ -90,6 +90,7 @@ REFUSED = {
     "bench model.nz": ("torch", "transformers"),
     "ternarize model t --text demo --allow-destructive": ("torch", "transformers"),
     "layers model --text demo": ("torch", "transformers"),
+    "experts model --text demo": ("torch", "transformers"),
     "patch-attention model p --text demo": ("torch", "transformers"),
     "train config.toml": ("torch", "transformers", "matplotlib"),
     "recover model --original model --text demo --output r": ("torch", "transformers", "matplotlib"),
