@@ -22,7 +22,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -162,12 +162,13 @@ def require_right(shape: str, layer: Layer) -> None:
                     decoded[slot].view(torch.int16), dense[expert].view(torch.int16)
                 ):
                     raise SystemExit(f"{shape}: expert {expert} was decoded wrong")
-    for tokens in (1, 64):
+    for tokens, always in ((1, True), (2, True), (1, False), (64, False)):
         routes = Routes.of(shape, tokens, 0)
         exact = reference.experts(
             routes.x, routes.index, routes.weights, layer.dense.gate_up_proj, layer.dense.down_proj
         )
-        error = distance(pooled(layer, routes)(), exact)
+        with while_decoded(always):
+            error = distance(pooled(layer, routes)(), exact)
         base = distance(bf16(layer, routes)(), exact)
         if not error <= SCATTER * base:
             raise SystemExit(f"{shape}, {tokens} tokens: the error is {error:.2e}, that of bf16 {base:.2e}")
@@ -250,14 +251,9 @@ def timed(calls: Sequence[Sequence[Callable[[], object]]], seconds: float) -> li
     return in_turns(runs, [len(each) for each in calls], None, seconds)
 
 
-@contextmanager
-def vectors_up_to(tokens: int) -> Iterator[None]:
-    """Within which experts of up to so many tokens are multiplied while they are decoded."""
-    before, expert_vectors.MOST_TOKENS = expert_vectors.MOST_TOKENS, tokens
-    try:
-        yield
-    finally:
-        expert_vectors.MOST_TOKENS = before
+def while_decoded(always: bool) -> AbstractContextManager[None]:
+    """Within which experts are always, or never, multiplied while they are decoded."""
+    return tuning.replaced({"expert_pool.while_decoded": [{"use": {"pays": always}}]})
 
 
 def vector_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row]:
@@ -266,8 +262,8 @@ def vector_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[Row
     for tokens in FEW_TOKENS:
         each = cases(shape, layers, tokens)
         runs = [captured([bf16(*case) for case in each])]
-        for most in (0, tokens):
-            with vectors_up_to(most):
+        for always in (False, True):
+            with while_decoded(always):
                 runs.append(captured([pooled(*case) for case in each]))
         times = in_turns(runs, [len(each)] * 3, None, seconds)
         dense, pool, vectors = (statistics.median(mine) for mine in times)
@@ -356,7 +352,7 @@ def multiply_rows(shape: str, layers: Sequence[Layer], seconds: float) -> list[R
     rows = []
     for warps, registers in itertools.product((4, 8), (48, 56, 64)):
         use = {"num_warps": warps, "registers": registers}
-        with tuning.replaced({"rans.multiply": [{"use": use}]}):
+        with while_decoded(True), tuning.replaced({"rans.multiply": [{"use": use}]}):
             for weight in weights:
                 weight.__dict__.pop(expert_vectors._TABLES, None)
             mine = timed([[pooled(*case) for case in each]], seconds)[0]

@@ -16,6 +16,18 @@ def tile_rows(pairs: int, experts: int, device: torch.device) -> int:
     return next((rows for rows, mean in bounds if pairs <= mean * experts), largest)
 
 
+def pays_while_decoded(pairs: int, experts: int, expert_weights: int, device: torch.device) -> bool:
+    """Whether a layer is faster if each pair multiplies its expert while that is decoded, without a pool.
+
+    pairs: of a token and one of its experts. experts: of the layer. expert_weights: weights of one expert.
+    From the table of the card.
+    """
+    use = launch_for(
+        "expert_pool.while_decoded", device, mean=pairs / experts, weights=pairs * expert_weights
+    )
+    return bool(use["pays"])
+
+
 def experts_in_use(routing: Routing, experts: int) -> ExpertsInUse:
     """The experts in use, of so many: the list has room for all that there can be."""
     from neuzip.kernels.expert_pool.triton.lists import slot_lists

@@ -7,7 +7,7 @@
 A pool is memory that all layers share, of at most `limit` bytes. It has a slot for each expert that may be in
 use, or as many as fit. If fewer fit, experts have their turn in rounds, whose number depends on sizes alone.
 So all this can be captured in a CUDA graph. Both matrices of an expert are decoded by one launch where all
-experts fit, as few blocks do not fill a GPU. For one token `expert_vectors` needs no pool.
+experts fit, as few blocks do not fill a GPU. For few tokens `expert_vectors` needs no pool.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""Mixtures of experts coded by rANS, of one token: experts are multiplied while they are decoded.
+"""Mixtures of experts coded by rANS, of few tokens: experts are multiplied while they are decoded.
 
-Every expert in use has one row, so that a weight is needed once: it is never stored. A pool would be written
-and read for that. The launches are two products, of which each is followed by one that puts its sums right
-and does what comes next: the gate, and the weighted sum over experts. No host waits, and nothing is sorted.
+Most experts in use have one row, so that a weight is needed once: it is never stored. A pool would be written
+and read for that. An expert of two rows is decoded twice. The launches are two products, of which each is
+followed by one that puts its sums right and does what comes next: the gate, and the weighted sum over
+experts. No host waits, and nothing is sorted.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from neuzip.kernels.expert_pool.ops import pays_while_decoded
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.rans.ops import ResidentTensor
 from neuzip.kernels.rans.products import CodedMatrices, can_multiply, coded_matrices
 from neuzip.runtime import buffers
 from neuzip.runtime.buffers import PoolUnit
 from neuzip.runtime.weights.ans import AnsWeight
-
-MOST_TOKENS = 1
-"""Tokens up to which experts are multiplied as they are decoded: an expert of two tokens is decoded twice."""
 
 _TABLES = "_expert_matrices"
 """The attribute of a weight that keeps its tables."""
@@ -47,9 +47,13 @@ def vector_experts(
     second      [experts, out, inner]
     biases      [experts, 2 * inner] and [experts, out]
 
-    The first call for a layer makes its tables, for which the host waits.
+    The table of the card says for which numbers of pairs and weights this pays. The first call for a layer
+    makes its tables, for which the host waits.
     """
-    if not 0 < len(x) <= MOST_TOKENS or torch.is_grad_enabled() or first.flipped or second.flipped:
+    if not index.numel() or torch.is_grad_enabled() or first.flipped or second.flipped:
+        return None
+    expert_weights = math.prod(first.stored[1:]) + math.prod(second.stored[1:])
+    if not pays_while_decoded(index.numel(), first.stored[0], expert_weights, x.device):
         return None
     one, other = _known(first), _known(second)
     if one.matrices is None or other.matrices is None or one.unit is None or other.unit is None:
