@@ -25,6 +25,17 @@ DestinationArgument = Annotated[
     typer.Argument(metavar="DST", help="Output folder or file", show_default=False),
 ]
 
+TextOption = Annotated[
+    str,
+    typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
+]
+MaxTokensOption = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, one value per line")]
 VerboseOption = Annotated[

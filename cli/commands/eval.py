@@ -63,10 +63,6 @@ ConventionsOption = Annotated[
         help="Perplexity conventions: token, strided, llama.cpp, lm-eval, bos (default: all)",
     ),
 ]
-WindowOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
-]
 StrideOption = Annotated[
     int | None,
     typer.Option(
@@ -132,7 +128,7 @@ def command(
     text: TextOption = None,
     original: OriginalOption = None,
     conventions: ConventionsOption = None,
-    window: WindowOption = None,
+    window: options.WindowOption = None,
     stride: StrideOption = None,
     max_tokens: MaxTokensOption = None,
     device: options.RunDeviceOption = "auto",

@@ -29,17 +29,6 @@ EXAMPLES = [
 NEEDS = {"--overwrite": ("--output", "--plot")}
 
 
-TextOption = Annotated[
-    str,
-    typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False),
-]
-WindowOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
-]
-MaxTokensOption = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
-]
 PlotOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also plot a map of layers and experts: .svg or .png"),
@@ -58,11 +47,11 @@ DtypeOption = Annotated[
 
 def command(
     src: options.ModelArgument,
-    text: TextOption,
+    text: options.TextOption,
     output: OutputOption = None,
     plot: PlotOption = None,
-    window: WindowOption = None,
-    max_tokens: MaxTokensOption = 65536,
+    window: options.WindowOption = None,
+    max_tokens: options.MaxTokensOption = 65536,
     device: options.RunDeviceOption = "auto",
     dtype: DtypeOption = "auto",
     residency: options.ResidencyOption = "dense",

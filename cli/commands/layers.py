@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import shell
 from neuzip.runtime.requirements import require_device
-
-if TYPE_CHECKING:
-    pass
 
 PACKAGES = ("torch", "transformers")
 
@@ -35,17 +32,6 @@ EXAMPLES = [
 NEEDS = {"--choice": ("--drop",), "--output": ("--drop",), "--overwrite": ("--output", "--plot")}
 
 
-TextOption = Annotated[
-    str,
-    typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False),
-]
-WindowOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
-]
-MaxTokensOption = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
-]
 GradientsOption = Annotated[
     int, typer.Option(metavar="N", min=0, help="Windows to compute gradients on; 0 for none")
 ]
@@ -79,9 +65,9 @@ DtypeOption = Annotated[
 
 def command(
     src: options.ModelArgument,
-    text: TextOption,
-    window: WindowOption = None,
-    max_tokens: MaxTokensOption = 16384,
+    text: options.TextOption,
+    window: options.WindowOption = None,
+    max_tokens: options.MaxTokensOption = 16384,
     gradients: GradientsOption = 8,
     plot: PlotOption = None,
     drop: DropOption = None,

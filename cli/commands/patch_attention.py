@@ -33,9 +33,6 @@ PlotOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also plot similarity and KL divergence by layer: .svg or .png"),
 ]
-TextOption = Annotated[
-    str, typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False)
-]
 ModeOption = Annotated[
     AttentionMode,
     typer.Option(
@@ -55,19 +52,16 @@ WindowOption = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Tokens per window (default: 2048, or the model's maximum)"),
 ]
-MaxTokensOption = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
-]
 
 
 def command(
     src: options.ModelArgument,
     dst: options.DestinationArgument,
-    text: TextOption,
+    text: options.TextOption,
     mode: ModeOption = "auto",
     max_kld: MaxKldOption = None,
     window: WindowOption = None,
-    max_tokens: MaxTokensOption = 16384,
+    max_tokens: options.MaxTokensOption = 16384,
     device: options.RunDeviceOption = "auto",
     plot: PlotOption = None,
     dry_run: options.DryRunOption = False,

@@ -56,10 +56,6 @@ OutputOption = Annotated[
         help="Folder for results and plots; to resume, repeat the command",
     ),
 ]
-WindowOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
-]
 MaxTokensOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
 ]
@@ -76,7 +72,7 @@ def command(
     schemes: SchemesOption = "lossless,k7,k6,k5,k4,k3,k2,k1,k0",
     blocks: BlocksOption = None,
     output: OutputOption = None,
-    window: WindowOption = None,
+    window: options.WindowOption = None,
     max_tokens: MaxTokensOption = None,
     device: options.RunDeviceOption = "auto",
     dtype: DtypeOption = "auto",

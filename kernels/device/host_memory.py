@@ -37,6 +37,7 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or nbytes == 0:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     driver, address, context = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _free_unused(driver)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # so that torch's context is the current one
         driver.cuCtxGetCurrent(ctypes.byref(context))
@@ -54,12 +55,20 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _free(driver: Any, context: ctypes.c_void_p, address: ctypes.c_void_p) -> None:
-    """Free pinned memory in its context, whichever thread drops it last. A capture has to end first."""
+    """Free pinned memory in its context, whichever thread drops it last."""
     _UNUSED.append((context, address))
+    _free_unused(driver)
+
+
+def _free_unused(driver: Any) -> None:
+    """Free memory that nobody uses any more; later, if this thread is capturing a CUDA graph."""
     if torch.cuda.is_current_stream_capturing():
         return
     while _UNUSED:
-        context, address = _UNUSED.pop()
+        try:
+            context, address = _UNUSED.pop()
+        except IndexError:  # another thread has taken the last
+            return
         driver.cuCtxPushCurrent_v2(context)
         driver.cuCtxSynchronize()  # kernels may still read it
         driver.cuMemFreeHost(address)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from neuzip.kernels.expert_pool.lists import ExpertsInUse
-from neuzip.kernels.experts.routing import Routing
+from neuzip.kernels.experts.routing import Routing, fitting_tile, tile_bounds
 from neuzip.kernels.tuning import launch_for
 
 
 def tile_rows(pairs: int, experts: int, device: torch.device) -> int:
     """Rows of a tile for so many pairs: by the mean of an expert, from the table of the card."""
-    use = launch_for("expert_pool.tile", device)
-    *bounds, (largest, _) = ((int(name.removeprefix("rows_")), mean) for name, mean in use.items())
-    return next((rows for rows, mean in bounds if pairs <= mean * experts), largest)
+    return fitting_tile(tile_bounds(launch_for("expert_pool.tile", device)), pairs, experts)
 
 
 def pays_while_decoded(pairs: int, experts: int, expert_weights: int, device: torch.device) -> bool:

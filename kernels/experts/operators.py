@@ -10,7 +10,7 @@ import torch
 
 from neuzip.kernels.experts import steps
 from neuzip.kernels.experts.gate import Gate
-from neuzip.kernels.experts.routing import EXPERT, Routing, cleaned, in_use, most_tiles
+from neuzip.kernels.experts.routing import Routing, cleaned, most_tiles, sums_by_expert
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 
 _WEIGHTS = (
@@ -87,10 +87,7 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
             grad, position, tiles, count, ctx.tile, ctx.experts, *arrays, *ctx.numbers
         )
     if ctx.needs_input_grad[4]:
-        there = in_use(Routing(ctx.tile, position, tiles, count))
-        own = tiles[:, EXPERT].repeat_interleave(ctx.tile).where(there, -1)
-        chosen = own == torch.arange(ctx.experts, device=own.device)[:, None]
-        grad_bias = chosen.to(grad.dtype) @ grad.masked_fill(~there[:, None], 0.0)
+        grad_bias = sums_by_expert(grad, Routing(ctx.tile, position, tiles, count), ctx.experts)
     return grad_rows, None, None, None, grad_bias, *[None] * (3 + _NUMBERS)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from neuzip.kernels.device.properties import is_hopper
 from neuzip.kernels.experts import operators, steps
 from neuzip.kernels.experts.gate import Gate, gated
-from neuzip.kernels.experts.routing import Routing, cleaned
+from neuzip.kernels.experts.routing import Routing, cleaned, fitting_tile, tile_bounds
 from neuzip.kernels.packed_linear.ops import needs_operator
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.tuning import launch_for
@@ -30,18 +30,13 @@ def tile_rows(pairs: int, experts: int, device: torch.device, general: bool = Fa
 
     `general`: for the kernels that any GPU runs, where Hopper's do not take the weights.
     """
-    bounds: tuple[tuple[int, float], ...] = _tile_bounds(device, general)
-    for rows, mean in bounds:
-        if pairs <= mean * experts:
-            return rows
-    return bounds[-1][0]
+    return fitting_tile(_tile_bounds(device, general), pairs, experts)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tile_bounds(device: torch.device, general: bool) -> tuple[tuple[int, float], ...]:
     """Rows of tiles, ascending, with the mean of pairs up to which each is best."""
-    use = launch_for("experts.tile", device, hopper=is_hopper(device) and not general)
-    return tuple((int(name.removeprefix("rows_")), mean) for name, mean in use.items())
+    return tile_bounds(launch_for("experts.tile", device, hopper=is_hopper(device) and not general))
 
 
 def packed_experts(
@@ -72,7 +67,7 @@ def packed_experts(
         rows = gated_linear(rows, gate_up, experts, routing, gate, gate_up_bias)
     else:
         rows = _applied(gate, grouped_linear(rows, gate_up, experts, routing, gate_up_bias), routing)
-    rows = grouped_linear(rows, down, experts, routing, down_bias, fresh=False)
+    rows = grouped_linear(rows, down, experts, routing, down_bias)
     return weighted_sum(rows if norm is None else _applied(norm, rows, routing), routing, weights)
 
 
@@ -104,7 +99,7 @@ def compile_layer(
         rows = steps.apply_gate(rows, routing, Gate())
     else:
         rows = steps.gated_linear(rows, gate_up, experts, routing)
-    rows = steps.grouped_linear(rows, down, experts, routing, second, fresh=False)
+    rows = steps.grouped_linear(rows, down, experts, routing, second)
     for shares in (torch.float32, dtype):
         steps.weighted_sum(rows, routing.position, torch.empty(tokens, k, dtype=shares, device=meta))
 
@@ -122,14 +117,11 @@ def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, T
 
 def grouped_linear(
     rows: Tensor, packed: PackedTensor, experts: int, routing: Routing, bias: Tensor | None = None,
-    fresh: bool = True,
 ) -> Tensor:  # fmt: skip
     """rows @ weights.T + bias of the expert of each tile: [most_tiles * tile, in] to [.., out], fp32 sums.
 
     packed  [experts * out, in]
     bias    [experts, out]
-    fresh   False where a kernel between `route` and this one has waited for the routing, such as
-            `gated_linear`: on Hopper this one reads it sooner then
 
     Gradients flow to rows and bias. Raises ValueError and TypeError for rows that the weights do not take.
     """
@@ -139,7 +131,7 @@ def grouped_linear(
             rows, routing.position, routing.tiles, routing.count, bias, routing.tile, experts,
             _needs_gradient(rows, bias), *packed.arguments,
         )  # fmt: skip
-    return steps.grouped_linear(rows, packed, experts, routing, bias, fresh)
+    return steps.grouped_linear(rows, packed, experts, routing, bias)
 
 
 def gated_linear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,27 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
     (8, 184, 0)
     """
     return pairs if pairs <= experts else experts + (pairs - experts) // tile
+
+
+def tile_bounds(use: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Rows of tiles, with the mean of pairs up to which each is best, of an entry of a launch table.
+
+    >>> tile_bounds({"rows_16": 12, "rows_64": 0})
+    ((16, 12), (64, 0))
+    """
+    return tuple((int(name.removeprefix("rows_")), mean) for name, mean in use.items())
+
+
+def fitting_tile(bounds: tuple[tuple[int, float], ...], pairs: int, experts: int) -> int:
+    """Rows of a tile for so many pairs: by the mean of an expert. The last of the bounds takes all others.
+
+    >>> [fitting_tile(((16, 12), (64, 0)), pairs, experts=8) for pairs in (96, 97)]
+    [16, 64]
+    """
+    for rows, mean in bounds:
+        if pairs <= mean * experts:
+            return rows
+    return bounds[-1][0]
 
 
 def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, Tensor]:
@@ -93,3 +115,14 @@ def in_use(routing: Routing) -> Tensor:
 def cleaned(rows: Tensor, routing: Routing) -> Tensor:
     """The rows, with zeros written where no pair fills them."""
     return rows.masked_fill_(~in_use(routing)[:, None], 0.0)
+
+
+def sums_by_expert(rows: Tensor, routing: Routing, experts: int) -> Tensor:
+    """The sums of the rows that pairs fill, by expert: [most_tiles * tile, n] to [experts, n].
+
+    The order of the sums does not change from call to call.
+    """
+    there = in_use(routing)
+    own = routing.tiles[:, EXPERT].repeat_interleave(routing.tile).where(there, -1)
+    chosen = own == torch.arange(experts, device=own.device)[:, None]
+    return chosen.to(rows.dtype) @ rows.masked_fill(~there[:, None], 0.0)

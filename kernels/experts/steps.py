@@ -31,12 +31,8 @@ def route(index: Tensor, x: Tensor, experts: int, tile: int) -> tuple[Routing, T
 
 def grouped_linear(
     rows: Tensor, packed: PackedTensor, experts: int, routing: Routing, bias: Tensor | None,
-    fresh: bool = True,
 ) -> Tensor:  # fmt: skip
-    """rows @ weights.T + bias of the expert of each tile: [most_tiles * tile, in] to [.., out].
-
-    fresh: whether the kernel before this one may have made the routing; else an earlier one has.
-    """
+    """rows @ weights.T + bias of the expert of each tile: [most_tiles * tile, in] to [.., out]."""
     rows, bias = rows.contiguous(), None if bias is None else bias.contiguous()
     y: Tensor
     if len(rows) == 0:
@@ -45,7 +41,7 @@ def grouped_linear(
         mean = len(routing.position) / experts
         packed = _fetched(packed, experts, routing)
         if multiplies_on_hopper(packed, experts):
-            y = _gluon().grouped_linear(rows, packed, experts, routing, bias, fresh)
+            y = _gluon().grouped_linear(rows, packed, experts, routing, bias)
         elif launch_for("experts.decoded", rows.device, mean=mean)["pays"]:
             y = _triton().grouped_dense(rows, packed, experts, routing, bias)
         else:

@@ -25,7 +25,7 @@ from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear, tile_row
 from neuzip.kernels.experts import ops as experts_ops
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.ops import Activation
-from neuzip.kernels.experts.routing import EXPERT, in_use
+from neuzip.kernels.experts.routing import sums_by_expert
 from neuzip.kernels.rans.chosen import CodedItems, can_choose, coded_items
 from neuzip.kernels.rans.coded import ALIGNMENT
 from neuzip.kernels.rans.ops import ResidentTensor
@@ -57,8 +57,6 @@ class ExpertPool:
     """Parameters of one layer [experts, out, in], of which memory that is lent holds some experts."""
 
     forms: tuple[_Form, ...]
-    residents: tuple[tuple[ResidentTensor, ...], ...]
-    """What the tables were made of: weights may be moved."""
     items: CodedItems
     unit: PoolUnit
 
@@ -81,6 +79,14 @@ class ExpertPool:
             pool = flat.as_strided((slots, form.out, form.columns), (slot, form.columns, 1))
             pools.append(pool.mT if form.flipped else pool)
         return pools
+
+
+@dataclass(frozen=True, eq=False)
+class _KnownPool:
+    """A pool, None for parameters that have none, and what it was made of: weights may be moved."""
+
+    residents: tuple[tuple[ResidentTensor, ...], ...]
+    pool: ExpertPool | None
 
 
 def can_pool(*weights: Tensor) -> bool:
@@ -200,7 +206,7 @@ class _PooledLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows = _in_rounds(grad.contiguous(), matrix, used, limit, lambda pool: pool.mT, None, True)
         if ctx.needs_input_grad[1]:
-            bias = _sums_by_expert(grad, used, matrix.weight.stored[0])
+            bias = sums_by_expert(grad, used.routing, matrix.weight.stored[0])
         return rows, bias, None, None, None, None
 
 
@@ -232,14 +238,6 @@ def _in_rounds(
     return buffers.lend(pool.unit, slots * pool.slot_bytes, product)
 
 
-def _sums_by_expert(grad: Tensor, used: ExpertsInUse, experts: int) -> Tensor:
-    """The sums of the rows of each expert: the gradient of a bias, [experts, out]."""
-    tile, _, tiles, _ = used.routing
-    expert = tiles[:, EXPERT].repeat_interleave(tile).where(in_use(used.routing), experts).long()
-    sums = torch.zeros(experts + 1, grad.shape[1], dtype=torch.float32, device=grad.device)
-    return sums.index_add_(0, expert, grad.float())[:experts].to(grad.dtype)
-
-
 def _pool(weights: Sequence[AnsWeight]) -> ExpertPool:
     pool = _known_pool(weights)
     if pool is None:
@@ -250,16 +248,20 @@ def _pool(weights: Sequence[AnsWeight]) -> ExpertPool:
 def _known_pool(weights: Sequence[AnsWeight]) -> ExpertPool | None:
     """The pool of some parameters, whose tables are made once; None if their parts are not aligned."""
     residents = tuple(weight.residents for weight in weights)
-    known: dict[int, ExpertPool] = weights[0].__dict__.setdefault(_TABLES, {})
-    pool = known.get(len(weights))
-    if pool is None or not _same(pool.residents, residents):
-        matrices = [weight.chunks_of_experts() for weight in weights]
-        if not can_choose(matrices):
-            return None
-        items = coded_items(matrices)
-        forms = tuple(_Form(w.stored[1], w.stored[2], w.flipped, w.stored_dtype) for w in weights)
-        pool = known[len(weights)] = ExpertPool(forms, residents, items, PoolUnit(items.sources))
-    return pool
+    known: dict[int, _KnownPool] = weights[0].__dict__.setdefault(_TABLES, {})
+    entry = known.get(len(weights))
+    if entry is None or not _same(entry.residents, residents):
+        entry = known[len(weights)] = _KnownPool(residents, _new_pool(weights))
+    return entry.pool
+
+
+def _new_pool(weights: Sequence[AnsWeight]) -> ExpertPool | None:
+    matrices = [weight.chunks_of_experts() for weight in weights]
+    if not can_choose(matrices):
+        return None
+    items = coded_items(matrices)
+    forms = tuple(_Form(w.stored[1], w.stored[2], w.flipped, w.stored_dtype) for w in weights)
+    return ExpertPool(forms, items, PoolUnit(items.sources))
 
 
 def _same(some: Sequence[Sequence[object]], others: Sequence[Sequence[object]]) -> bool:

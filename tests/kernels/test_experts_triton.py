@@ -6,6 +6,8 @@ of products with one packed weight are. All else has the bits of plain torch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from tensors import gaussian
@@ -18,6 +20,7 @@ from neuzip.kernels.experts.routing import Routing, cleaned
 from neuzip.kernels.experts.triton import dense, grouped, rows
 from neuzip.kernels.experts.triton import route as triton_route
 from neuzip.kernels.packed_linear.ops import pack
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 BF16, F16 = torch.bfloat16, torch.float16
@@ -99,40 +102,53 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # what the interpreter says of inf - inf
-@pytest.mark.parametrize("product", PRODUCTS, ids=str)
-def test_product_of_every_expert(product, device: torch.device, poison: None) -> None:
+class Case(NamedTuple):
+    """What a product of PRODUCTS multiplies; `on_device` is the bias there."""
+
+    weights: Tensor
+    x: Tensor
+    bias: Tensor | None
+    ids: Tensor
+    routing: Routing
+    rows: Tensor
+    packed: PackedTensor
+    on_device: Tensor | None
+
+
+def case_of(product: tuple, device: torch.device) -> Case:
     experts, out, columns, tokens, k, tile, dtype, has_bias = product
     weights, x = laws(experts, out, columns, dtype), gaussian(tokens, columns, seed=1).to(dtype)
     bias = gaussian(experts, out, seed=2).to(dtype) if has_bias else None
     ids = ids_for(tokens, k, experts)
-    routing, filled = routed(ids, x, experts, tile, device)
     packed = pack(weights.view(-1, columns).to(device))
     on_device = None if bias is None else bias.to(device)
-    y = grouped.grouped_linear(filled, packed, experts, routing, on_device)
-    assert y.dtype == dtype
-    assert_product(y.cpu(), x, ids, weights, bias, routing.position.cpu())
-    assert y[~plain.in_use(routing)].isnan().all()  # as they were
+    return Case(weights, x, bias, ids, *routed(ids, x, experts, tile, device), packed, on_device)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # what the interpreter says of inf - inf
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_product_of_every_expert(product, device: torch.device, poison: None) -> None:
+    case = case_of(product, device)
+    y = grouped.grouped_linear(case.rows, case.packed, len(case.weights), case.routing, case.on_device)
+    assert y.dtype == case.x.dtype
+    assert_product(y.cpu(), case.x, case.ids, case.weights, case.bias, case.routing.position.cpu())
+    assert y[~plain.in_use(case.routing)].isnan().all()  # as they were
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # what the interpreter says of inf - inf
 @pytest.mark.parametrize("product", PRODUCTS[1:], ids=str)
 def test_product_of_some_experts_decoded_at_a_time(product, device, monkeypatch, poison: None) -> None:
-    experts, out, columns, tokens, k, tile, dtype, has_bias = product
+    experts, out, columns, tokens, _, tile, dtype, _ = product
     monkeypatch.setattr(dense, "DECODED", 2 * out * columns * 2)
-    weights, x = laws(experts, out, columns, dtype), gaussian(tokens, columns, seed=1).to(dtype)
-    bias = gaussian(experts, out, seed=2).to(dtype) if has_bias else None
-    ids = ids_for(tokens, k, experts)
-    routing, filled = routed(ids, x, experts, tile, device)
-    packed = pack(weights.view(-1, columns).to(device))
-    on_device = None if bias is None else bias.to(device)
-    y = dense.grouped_linear(filled, packed, experts, routing, on_device)
-    assert_product(y.cpu(), x, ids, weights, bias, routing.position.cpu())
+    case = case_of(product, device)
+    y = dense.grouped_linear(case.rows, case.packed, experts, case.routing, case.on_device)
+    assert_product(y.cpu(), case.x, case.ids, case.weights, case.bias, case.routing.position.cpu())
 
     grad = gaussian(tokens, out, seed=3).to(dtype)
-    _, filled = routed(ids, grad, experts, tile, device)
-    grads = dense.gradients(filled, packed, experts, routing)
-    assert_product(grads.cpu(), grad, ids, weights.transpose(1, 2), None, routing.position.cpu())
+    _, filled = routed(case.ids, grad, experts, tile, device)
+    grads = dense.gradients(filled, case.packed, experts, case.routing)
+    transposed = case.weights.transpose(1, 2)
+    assert_product(grads.cpu(), grad, case.ids, transposed, None, case.routing.position.cpu())
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])

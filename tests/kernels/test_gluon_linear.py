@@ -398,16 +398,11 @@ def test_a_wrong_kernel_is_found_on_a_cpu(
 
 
 COMPILED = r"""
-import re, subprocess, torch, triton
+import torch
 import compile_only
 
 def see(function, code, kwargs):
-    with open("kernel.cubin", "wb") as file:
-        file.write(code.asm["cubin"])
-    disassembler = triton.knobs.nvidia.cuobjdump.path
-    said = subprocess.run([disassembler, "--dump-sass", "kernel.cubin"], capture_output=True, text=True)
-    names = re.findall(r"\b(HGMMA|WARPGROUP[.]DEPBAR|STL|LDL)\b", said.stdout)
-    print(code.metadata.shared, *names)
+    print(code.metadata.shared, *compile_only.instructions(code, "HGMMA|WARPGROUP[.]DEPBAR|STL|LDL"))
 
 compile_only.watch(see)
 

@@ -376,18 +376,13 @@ def test_a_wrong_kernel_is_found_on_a_cpu(
 
 
 COMPILED = r"""
-import re, subprocess, torch, triton
+import torch
 import compile_only
 
 def see(function, code, kwargs):
     if function.__name__ != "_many_tokens":
         return
-    with open("kernel.cubin", "wb") as file:
-        file.write(code.asm["cubin"])
-    disassembler = triton.knobs.nvidia.cuobjdump.path
-    said = subprocess.run([disassembler, "--dump-sass", "kernel.cubin"], capture_output=True, text=True)
-    names = re.findall(r"\b(IGMMA|WARPGROUP[.]DEPBAR|STL|LDL)\b", said.stdout)
-    print(code.metadata.shared, *names)
+    print(code.metadata.shared, *compile_only.instructions(code, "IGMMA|WARPGROUP[.]DEPBAR|STL|LDL"))
 
 compile_only.watch(see)
 

@@ -20,8 +20,8 @@ from models import (
     needs_version_5,
     packed_mixture,
 )
+from recorded_steps import replayed_tokens
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from neuzip.kernels.experts import ops
@@ -83,17 +83,7 @@ def test_one_step_recorded_and_replayed_is_every_step():
     packed = packed_mixture("gpt-oss", layers=1)
     decoder = GreedyDecoder(packed, 2, IDS.shape[1] + NEW)
     expected = decoder.generate(IDS, NEW)
-
-    def step() -> torch.Tensor:
-        with torch.no_grad():
-            decoder._advance()
-        return decoder._token
-
-    decoder._reset()
-    recorded = make_fx(step)()
-    tokens = [decoder.prefill(IDS).clone()]
-    tokens += [recorded()[:, 0].clone() for _ in range(NEW - 1)]
-    assert torch.equal(torch.stack(tokens, dim=1), expected)
+    assert torch.equal(replayed_tokens(decoder, IDS, NEW), expected)
 
 
 # One module

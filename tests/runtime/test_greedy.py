@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import MODELS, assert_tied_at_most, needs_version_5, opt, single_experts
+from recorded_steps import replayed_tokens
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -82,17 +83,7 @@ def test_one_step_recorded_and_replayed_is_every_step(model: PreTrainedModel, id
     """As a CUDA graph has it: the same operations on the same memory, and no value read by the host."""
     decoder = GreedyDecoder(model, BATCH, TOKENS + NEW)
     expected = decoder.generate(ids, NEW)
-
-    def step() -> torch.Tensor:
-        with torch.no_grad():
-            decoder._advance()
-        return decoder._token
-
-    decoder._reset()
-    recorded = make_fx(step)()
-    found = [decoder.prefill(ids).clone()]
-    found += [recorded()[:, 0].clone() for _ in range(NEW - 1)]
-    assert torch.equal(torch.stack(found, dim=1), expected)
+    assert torch.equal(replayed_tokens(decoder, ids, NEW), expected)
 
 
 def test_decoder_refuses_what_it_was_not_made_for(ids: torch.Tensor, device: torch.device):

@@ -1,6 +1,7 @@
 """Kernels compiled as they are launched, for a card of compute capability 9.0 that need not be there.
 
     compile_only.watch(see)                     in a process of its own, for which Triton's interpreter is off
+    compile_only.instructions(code, pattern)    what `see` finds in the machine code
     compile_only.said_by(script, folder, cache) that process, from a test
 
 The driver has a name only: nothing runs.
@@ -9,12 +10,15 @@ The driver has a name only: nothing runs.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import triton
 from forked import NO_COLLECTOR
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -43,6 +47,16 @@ def watch(see: Callable[[Any, Any, dict[str, Any]], None]) -> None:
         return code
 
     JITFunction.run = compile_only
+
+
+def instructions(code: Any, pattern: str) -> list[str]:
+    """The names of machine instructions that match a pattern whole, in their order in a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(rf"\b({pattern})\b", sass)
 
 
 def said_by(script: str, folder: Path, cache: Path | None = None) -> str:

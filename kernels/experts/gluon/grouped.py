@@ -43,32 +43,28 @@ def grouped_linear(
     experts: int,
     routing: Routing,
     bias: torch.Tensor | None = None,
-    fresh: bool = True,
 ) -> torch.Tensor:
     """rows @ weights of their tile's expert + bias, with fp32 sums: [rows, in] to [rows, out].
 
     packed  [experts * out, in], for which `can_multiply` holds
     bias    [experts, out], or None
-    fresh   whether the routing comes from the kernel before this one, else from one before that
 
     Rows of tiles that are not in use are left as they are in memory.
     """
-    return _multiply(rows, packed, experts, routing, bias, fresh, gated=False)
+    return _multiply(rows, packed, experts, routing, bias, gated=False)
 
 
-def gated_linear(
-    rows: torch.Tensor, packed: PackedTensor, experts: int, routing: Routing, fresh: bool = True
-) -> torch.Tensor:
+def gated_linear(rows: torch.Tensor, packed: PackedTensor, experts: int, routing: Routing) -> torch.Tensor:
     """silu(gate) * up of rows [rows, in], to [rows, inner]: `packed` is [experts * 2 inner, in], gates first.
 
     `grouped_linear` explains the other arguments.
     """
-    return _multiply(rows, packed, experts, routing, None, fresh, gated=True)
+    return _multiply(rows, packed, experts, routing, None, gated=True)
 
 
 def _multiply(
     rows: torch.Tensor, packed: PackedTensor, experts: int, routing: Routing, bias: torch.Tensor | None,
-    fresh: bool, gated: bool,
+    gated: bool,
 ) -> torch.Tensor:  # fmt: skip
     tile, device = routing.tile, rows.device
     out = packed.shape[0] // experts // (2 if gated else 1)
@@ -80,8 +76,8 @@ def _multiply(
     else:
         parts, counted = nothing(device)
     to_x, to_y = boxes(tile)
-    name = f"experts, {tile}, {experts}, {gated}, {fresh}"
-    make = functools.partial(_prepared, tile, experts, gated, split, fresh)
+    name = f"experts, {tile}, {experts}, {gated}"
+    make = functools.partial(_prepared, tile, experts, gated, split)
     packed.once(name, make)(
         (programs,), BoxedTensor(rows, tuple(rows.shape), rows.stride(), to_x),
         BoxedTensor(y, tuple(y.shape), y.stride(), to_y), bias, parts, counted, routing.tiles, routing.count,
@@ -89,12 +85,10 @@ def _multiply(
     return y
 
 
-def _prepared(
-    tile: int, experts: int, gated: bool, split: int, fresh: bool, packed: PackedTensor
-) -> PreparedLaunch:
+def _prepared(tile: int, experts: int, gated: bool, split: int, packed: PackedTensor) -> PreparedLaunch:
     """Launches with weights of experts: rows, y, bias, parts, counters, tiles and count come with each."""
     out = packed.shape[0] // experts
     columns = GROUP_ROWS if gated else GROUPS * GROUP_ROWS
     blocks = -(-(out // 2 if gated else out) // columns)
     grouping = FREE, FREE, out // TILE_ROWS, blocks, split
-    return prepared_launch(tile, packed, (0, 0, 0), 1, grouping, gated, fresh)
+    return prepared_launch(tile, packed, (0, 0, 0), 1, grouping, gated)

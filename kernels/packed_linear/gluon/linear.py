@@ -137,7 +137,6 @@ def prepared_launch(
     rounds: Any,
     grouping: tuple[Any, Any, int, int, int],
     gated: bool = False,
-    fresh: bool = False,
 ) -> PreparedLaunch:
     """Launches of `many_rows` with a weight. x, y, bias, parts and counters come with each launch.
 
@@ -159,7 +158,7 @@ def prepared_launch(
         LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
         ROWS=tile, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],
         FIRST_STAGES=config["first_stages"], REGISTERS=config["registers"], GATED=gated,
-        FRESH=fresh, num_warps=4, pdl=True, device=packed.device,
+        num_warps=4, pdl=True, device=packed.device,
     )  # fmt: skip
 
 

@@ -424,19 +424,18 @@ def many_rows(
     cutters, turns, rounds, tiles, N, table, used, expert_tiles, tile_blocks, split,
     LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr, OTHER_HALF: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
-    FIRST_STAGES: gl.constexpr, REGISTERS: gl.constexpr, GATED: gl.constexpr, FRESH: gl.constexpr,
-    USE_PDL: gl.constexpr,
+    FIRST_STAGES: gl.constexpr, REGISTERS: gl.constexpr, GATED: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """y = x @ weights.T + bias in blocks of ROWS rows and 128 columns of y.
 
     The last `cut` blocks are shared by `cutters` programs. Every `rounds` blocks share rows of the weights.
 
     With a `table` of tiles of rows, of which `used` are in use, the weights are those of experts: of
-    `expert_tiles` tiles each, and a tile of rows has `tile_blocks` blocks. `table` and `used` may come from
-    the kernel ahead if FRESH. GATED blocks have 64 columns of silu(gate) * up, of which an expert has the
-    weights of all gates first.
+    `expert_tiles` tiles each, and a tile of rows has `tile_blocks` blocks. The kernel ahead may have made the
+    table. GATED blocks have 64 columns of silu(gate) * up, of which an expert has the weights of all gates
+    first.
     """
-    if USE_PDL and FRESH:
+    if USE_PDL and table is not None:
         cuda.gdc_wait()
     if USE_PDL:
         cuda.gdc_launch_dependents()
