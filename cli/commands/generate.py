@@ -129,7 +129,7 @@ def command(
     require_seed(seed)
     require_stop(ends)
     mode, experts = require_quantisable(activations, residency), options.size(expert_memory)
-    require_expert_memory(experts, residency)
+    require_expert_memory(experts, residency, device=device)
     let_threads_sleep()
     out.loading()
     require_device(device, residency)

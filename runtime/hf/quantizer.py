@@ -198,7 +198,12 @@ class CompressingQuantizer(HfQuantizer):
         """Make the ternary layers. Leave the config as it was: the residency is no part of a checkpoint."""
         from neuzip.runtime.activations import ACTIVATIONS_ENTRY
         from neuzip.runtime.bitlinear import bit_linears
-        from neuzip.runtime.hf.experts import can_compile_experts, limit_expert_pool, release_others
+        from neuzip.runtime.hf.experts import (
+            can_compile_experts,
+            choose_gates,
+            limit_expert_pool,
+            release_others,
+        )
         from neuzip.runtime.hf.ternary_layers import install_arrived
 
         if hasattr(model.config, "quantization_config"):
@@ -208,6 +213,7 @@ class CompressingQuantizer(HfQuantizer):
         if bit_linears(model):
             ACTIVATIONS_ENTRY.set(model.config, activations)
         release_others(model)
+        choose_gates(model)
         self._can_compile_experts = can_compile_experts(model)
         if self._pool_bytes is not None:
             limit_expert_pool(model, self._pool_bytes)

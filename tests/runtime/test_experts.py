@@ -222,6 +222,18 @@ def test_layouts_of_modules(kind: str, monkeypatch: pytest.MonkeyPatch):
     assert [call[6] if isinstance(call[6], Gate) else None for call in launched] == [gate]
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_compiler_traces_packed_experts_as_one_graph(chosen: bool):
+    """With the Gate that was chosen on loading. Without one it traces the module's own activation."""
+    _, packed = modules_of("interleaved")
+    if chosen:
+        experts.choose_gates(packed)
+    with torch.no_grad():
+        compiled = torch.compile(packed, backend="eager", fullgraph=True)(*routed())
+        assert hasattr(packed, experts.GATE) == chosen
+        assert torch.equal(compiled, packed(*routed()))
+
+
 class Limited(nn.Module):
     """An activation with a limit of any name, of which 0 is none."""
 
