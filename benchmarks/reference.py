@@ -114,6 +114,7 @@ OWN = words("""
 NEUZIP_AUTOLOAD = `0` stops `import torch` from importing neuzip; transformers then loads compressed
     folders only after `import neuzip`
 NEUZIP_DEBUG = `1` shows the traceback of every error
+NEUZIP_GPU_CHECK = `0` skips the check of a GPU at its first use in a process
 NEUZIP_NO_PROGRESS = `1` switches off progress bars and progress lines
 """)
 """neuzip's own variables."""
