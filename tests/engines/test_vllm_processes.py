@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_engine import assert_chosen_or_tied, greedy, in_other_process, residency, start, started
+from vllm_engine import assert_chosen_or_tied, greedy, in_other_process, residency, started
 from vllm_models import compressed, untied, windows
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("caches")]

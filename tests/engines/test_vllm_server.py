@@ -87,7 +87,6 @@ def streamed(address: str, text: list[int]) -> tuple[list[int], int]:
 FORMS = {
     "a compressed folder": [],
     "a plain folder, packed on arrival": ["--quantization", "neuzip"],
-    "a compressed folder, packed": ["--additional-config", '{"neuzip": {"residency": "packed"}}'],
 }
 
 

