@@ -292,7 +292,7 @@ def written_by(command: str) -> list[str]:
     found = [file] if file else []
     if words[0] == "cp":
         found.append(words[-1])
-    if "neuzip" in words and "--dry-run" not in words:
+    if "neuzip" in words and words[0] != "vllm" and "--dry-run" not in words:
         verb, *arguments = words[words.index("neuzip") + 1 :]
         if verb in VERBS:
             parser = typer.main.get_command(build_app()).commands[verb]  # type: ignore[attr-defined]
