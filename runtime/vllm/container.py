@@ -66,7 +66,8 @@ def decoded_tensors(
     tensors = [tensor for tensor in source.tensors() if is_wanted(tensor.name)]
     with Workers() as workers:
         for group in _groups(tensors):
-            values = read_tensors(source, group, device, workers)
+            with torch.device("cpu"):  # vLLM loads weights where a GPU is the default device
+                values = read_tensors(source, group, device, workers)
             values.reverse()
             for tensor in group:  # which are freed one by one
                 yield tensor.name, values.pop()

@@ -144,4 +144,7 @@ def _device() -> torch.device:
         raise VllmRefusal(
             "neuzip loads weights while vLLM starts, and here no start is going on", "make a new LLM"
         )
-    return torch.device(config.load_config.device or config.device_config.device)
+    device = torch.device(config.load_config.device or config.device_config.device)
+    if device.type == "cuda" and device.index is None:  # other threads have another current device
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

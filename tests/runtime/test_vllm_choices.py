@@ -109,3 +109,12 @@ def test_tensors_come_in_the_order_of_their_files(folder: Path) -> None:
             "model.norm.weight"
         ]
         assert head_of_its_own(source) is None
+
+
+def test_tensors_are_decoded_where_another_device_is_the_default(folder: Path) -> None:
+    """vLLM loads weights with the GPU as torch's default device; "meta" stands for it here."""
+    files = [str(folder / "model-00001-of-00002.safetensors")]
+    with opened(files) as source, torch.device("meta"):
+        for _, tensor in decoded_tensors(source, torch.device("cpu")):
+            assert tensor.device.type == "cpu"
+            assert torch.empty(1).is_meta  # the caller's default is back between tensors
