@@ -538,7 +538,7 @@ def dtypes() -> str:
     from neuzip.compress.schemes.ternary import TERNARY_DTYPES
     from neuzip.compress.schemes.truncated import normalisable
     from neuzip.kernels.float_fields import FORMATS
-    from neuzip.runtime.hf.residency import DTYPES
+    from neuzip.runtime.residency import DTYPES
 
     torch_names = {torch.bfloat16: "BF16", torch.float16: "F16"}
     in_memory = {torch_names[dtype] for dtype in DTYPES}

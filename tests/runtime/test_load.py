@@ -682,7 +682,9 @@ def test_residencies_on_a_gpu(kind: str, form: str, kept: str, larger, monkeypat
     assert (held.of("ans").weights > 0) == (kept == "ans")
     if kept == "dense" and kind == "mixtral":
         model.set_experts_implementation("eager")
-    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=kept != "packed")
+    # The products of a pool of experts add in another order than those of transformers.
+    exact = kept == "dense" or (kept == "ans" and kind != "mixtral")
+    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=exact)
 
 
 @pytest.mark.gpu
@@ -745,7 +747,9 @@ def test_two_gpus(kind: str, kept: str, larger):
     assert {p.device.index for p in model.parameters()} == {0, 1}
     if kept == "dense" and kind == "mixtral":
         model.set_experts_implementation("eager")
-    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=kept != "packed")
+    # The products of a pool of experts add in another order than those of transformers.
+    exact = kept == "dense" or (kept == "ans" and kind != "mixtral")
+    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=exact)
 
 
 @pytest.mark.gpu
