@@ -1,4 +1,4 @@
-"""Measure what the check of a GPU at its first use costs: decoding, packing and one product with and without it.
+"""Measure what the check of a GPU at its first use costs: the first decoding, packing and product of a process.
 
     python benchmarks/first_use.py [--rounds 7]
 
@@ -58,7 +58,13 @@ def main() -> None:
     print(f"added {added:.4f} s, target {TARGET} s: {verdict}")
     facts = {"seconds_without": samples["0"], "seconds_with": samples["1"], "added_seconds": added}
     what = "seconds of the first decoding, packing and product of a process"
-    print(save("first_use", what, Measurement(Environment.here("numpy", "torch", "triton"), facts=facts)))
+    print(
+        save(
+            "first_use",
+            what,
+            Measurement(Environment.here("numpy", "torch", "triton", gpu=True), facts=facts),
+        )
+    )
 
 
 def seconds_with(setting: str) -> float:
