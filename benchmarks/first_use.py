@@ -1,4 +1,4 @@
-"""Measure what the check of a GPU at its first use costs: the first decoding, packing and product of a process.
+"""Measure what the check of a GPU at its first use costs: decoding, packing and the first product.
 
     python benchmarks/first_use.py [--rounds 7]
 

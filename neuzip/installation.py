@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from neuzip.compress import machine
 from neuzip.compress.device import AnyDevice, named
-from neuzip.runtime.doctor.finding import Finding
+from neuzip.runtime.doctor.finding import TOPICS, Finding
 from neuzip.runtime.doctor.folders import folder_findings
 from neuzip.runtime.doctor.packages import package_findings
 from neuzip.runtime.doctor.plugins import plugin_findings
@@ -48,7 +48,8 @@ def check_installation(
 
     Raises UsageError for a device that neuzip does not know. Everything else that is wrong is in the report.
     """
-    return InstallationReport(tuple(_findings(named(device), on_check)))
+    findings = _findings(named(device), on_check)
+    return InstallationReport(tuple(sorted(findings, key=lambda finding: TOPICS.index(finding.topic))))
 
 
 def _findings(device: str, note: Callable[[str], None]) -> Iterator[Finding]:

@@ -22,15 +22,16 @@ def quiet_lines(report: InstallationReport) -> list[str]:
 
 def show_installation(out: Output, report: InstallationReport) -> None:
     """The findings by topic, then how many problems there are."""
-    width = max(len(finding.name) for finding in report.findings)
     mark_width = max(map(len, MARKS.values()))
-    for topic, findings in groupby(report.findings, key=lambda finding: finding.topic):
+    for topic, group in groupby(report.findings, key=lambda finding: finding.topic):
+        findings = [*group]
+        width = max(len(finding.name) for finding in findings)
         out.text(topic)
         for finding in findings:
-            label = f"  {MARKS[finding.status]:<{mark_width}}  {finding.name:<{width}}"
-            out.text(f"{label}  {finding.text}")
+            mark = f"  {MARKS[finding.status]:<{mark_width}}  "
+            out.text(f"{mark}{finding.name:<{width}}  {finding.text}")
             if finding.hint is not None:
-                out.text(f"{'':<{len(label)}}  {finding.hint}")
+                out.text(f"{'':<{len(mark)}}{finding.hint}")
         out.text()
     if report.healthy:
         out.text("no problem")

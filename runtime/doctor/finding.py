@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Status = Literal["ok", "note", "problem"]
 """A note is something that is not there or not as fast as it could be; a problem will not work."""
 
 Topic = Literal["packages", "engines", "folders", "GPU", "results"]
+
+TOPICS: tuple[Topic, ...] = get_args(Topic)
+"""In the order of the report."""
 
 
 @dataclass(frozen=True)
