@@ -7,8 +7,9 @@ doctests and ```python blocks are run, each page in one session. A block whose f
 (`# run.toml`) becomes that file if it is ```toml.
 
 After the language a block may say why it is not run: `network`, `gpu` (needs one), `several` (needs several
-processes or machines), `long` (takes minutes), `yours` (needs a model or text of the reader's). Its commands
-must exist all the same, with their options.
+processes or machines), `long` (takes minutes), `yours` (needs a model or text of the reader's), `engine`
+(needs an engine that `make test` does not install: tests/engines runs it). Its commands must exist all the
+same, with their options.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def name_of(page: Path) -> str:
 
 
 LANGUAGES = ("console", "pycon", "python", "toml", "text", "json")
-REASONS = ("network", "gpu", "several", "long", "yours")
+REASONS = ("network", "gpu", "several", "long", "yours", "engine")
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 
 _spec = importlib.util.spec_from_file_location("reading", ROOT / "benchmarks" / "reading.py")
@@ -269,7 +270,7 @@ def test_every_command_and_option_exists(page: Path):
             continue
         for command, _ in commands(block):
             words = shlex.split(command)
-            if "neuzip" not in words:
+            if "neuzip" not in words or words[0] == "vllm":  # --quantization neuzip
                 continue
             verb, *arguments = words[words.index("neuzip") + 1 :]
             if verb == "--help":
@@ -285,13 +286,13 @@ DESTINATIONS = ("dst", "output", "picture", "plot", "page", "keep_state")
 
 
 def written_by(command: str) -> list[str]:
-    """The files and folders that a command of neuzip, or a copy, writes."""
+    """The files and folders that a command of neuzip, or a copy, writes; vLLM writes none."""
     command, _, file = command.partition(" > ")
     words = shlex.split(command, comments=True)
     found = [file] if file else []
     if words[0] == "cp":
         found.append(words[-1])
-    if "neuzip" in words and "--dry-run" not in words:
+    if "neuzip" in words and words[0] != "vllm" and "--dry-run" not in words:
         verb, *arguments = words[words.index("neuzip") + 1 :]
         if verb in VERBS:
             parser = typer.main.get_command(build_app()).commands[verb]  # type: ignore[attr-defined]
