@@ -7,8 +7,9 @@ doctests and ```python blocks are run, each page in one session. A block whose f
 (`# run.toml`) becomes that file if it is ```toml.
 
 After the language a block may say why it is not run: `network`, `gpu` (needs one), `several` (needs several
-processes or machines), `long` (takes minutes), `yours` (needs a model or text of the reader's). Its commands
-must exist all the same, with their options.
+processes or machines), `long` (takes minutes), `yours` (needs a model or text of the reader's), `engine`
+(needs an engine that `make test` does not install: tests/engines runs it). Its commands must exist all the
+same, with their options.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def name_of(page: Path) -> str:
 
 
 LANGUAGES = ("console", "pycon", "python", "toml", "text", "json")
-REASONS = ("network", "gpu", "several", "long", "yours")
+REASONS = ("network", "gpu", "several", "long", "yours", "engine")
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 
 _spec = importlib.util.spec_from_file_location("reading", ROOT / "benchmarks" / "reading.py")
