@@ -77,7 +77,8 @@ def run(chosen: EvalOptions) -> None:
     out = Output(json=chosen.json, quiet=chosen.quiet)
     refuse_contradictions(chosen)
     mode = require_quantisable(chosen.activations, chosen.residency)
-    require_expert_memory(chosen.expert_memory, chosen.residency)
+    place = None if chosen.device_map is not None else chosen.device
+    require_expert_memory(chosen.expert_memory, chosen.residency, device=place)
     if mode is not None and chosen.tasks is not None:
         raise _not_for_tasks("--activations", mode, "follow config.json")
     names = chosen_conventions(chosen.conventions)

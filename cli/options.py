@@ -119,7 +119,8 @@ def size(expert_memory: str | None) -> int | None:
     nbytes = None if expert_memory is None else size_in_bytes(expert_memory)
     if expert_memory is not None and nbytes is None:
         raise UsageError(
-            f"`expert_memory={expert_memory!r}`: is no size", "give a size with its unit: 8GiB, 500MB, 0B"
+            f"`expert_memory={expert_memory!r}`: is no size",
+            "give a size with its unit: 8GiB, 500MB; 0 needs none",
         )
     return nbytes
 

@@ -6,8 +6,8 @@ import fnmatch
 import functools
 import re
 
-_PART = re.compile(r"\[!?\]?[^]]*\]|\{[^{}]*,[^{}]*\}|.", re.DOTALL)
-"""A character class, alternatives, or one character."""
+_PART = re.compile(r"\[!?\]?[^]]*\]|.", re.DOTALL)
+"""A character class, or one character."""
 
 _HEAD = "(?s:"
 _TAIL = fnmatch.translate("")[len(_HEAD) :]
@@ -15,6 +15,8 @@ _TAIL = fnmatch.translate("")[len(_HEAD) :]
 
 def matches(name: str, glob: str) -> bool:
     """Whether a name matches a glob: `*`, `?`, `[abc]`, `[!abc]`, and `{a,b}` for a or b.
+
+    Braces may be nested.
 
     >>> matches("experts.17.up_proj", "experts.{3,17}.*"), matches("experts.7.up_proj", "experts.{3,17}.*")
     (True, False)
@@ -28,15 +30,27 @@ def _compiled(glob: str) -> re.Pattern[str]:
 
 
 def _translated(glob: str) -> str:
-    """A glob as a regular expression."""
-    return "".join(map(_translated_part, _PART.findall(glob)))
+    """A glob as a regular expression. Braces without a comma or without a partner stand for themselves."""
+    parts = _PART.findall(glob)
+    expressions = [*map(_translated_part, parts)]
+    open_braces: list[list[int]] = []  # the place of a brace, and those of the commas behind it
+    for place, part in enumerate(parts):
+        if part == "{":
+            open_braces.append([place])
+        elif part == "," and open_braces:
+            open_braces[-1].append(place)
+        elif part == "}" and open_braces:
+            first, *commas = open_braces.pop()
+            if commas:
+                expressions[first], expressions[place] = "(?:", ")"
+                for comma in commas:
+                    expressions[comma] = "|"
+    return "".join(expressions)
 
 
 def _translated_part(part: str) -> str:
     if part in ("*", "?"):
         return ".*" if part == "*" else "."
-    if len(part) > 1 and part[0] == "[":
+    if len(part) > 1:
         return fnmatch.translate(part)[len(_HEAD) : -len(_TAIL)]
-    if len(part) > 1 and part[0] == "{":
-        return f"(?:{'|'.join(map(_translated, part[1:-1].split(',')))})"
     return re.escape(part)

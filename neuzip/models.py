@@ -89,7 +89,7 @@ def generate(
     require_stop(ends)
     if isinstance(model, str | os.PathLike):
         _require_ways(residency, activations, attention)
-        require_expert_memory(expert_memory, residency)
+        require_expert_memory(expert_memory, residency, device=named(device))
         place, mode = choose_device(device), require_quantisable(activations, residency)
         path = local("model", model)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)

@@ -41,14 +41,35 @@ def require_quantisable(activations: str | None, residency: str) -> str | None:
     return None
 
 
-def require_expert_memory(expert_memory: object, *residencies: str) -> None:
-    """Raise UsageError for a value that is no number of bytes, or that no residency heeds. None: no limit."""
+def require_expert_memory(expert_memory: object, *residencies: str, device: str | None = None) -> None:
+    """Raise UsageError for a value that is no number of bytes, or that no residency heeds. None: no limit.
+
+    `device` is "auto", "cpu" or "cuda..." where it is known, and a CPU is refused first: no residency would
+    help there.
+    """
     _require_bytes("expert_memory", expert_memory)
+    if expert_memory is not None and device is not None:
+        _require_gpu_for_experts(expert_memory, device)
     if expert_memory is None or any(RESIDENCIES[name].offloads_experts for name in residencies):
         return
     raise UsageError(
         f"`expert_memory={expert_memory}` has no effect with {_named_residencies(residencies)}",
         f"give {_named_residencies(offloading_names())}, whose experts a GPU can read from host memory",
+    )
+
+
+def _require_gpu_for_experts(expert_memory: object, device: str) -> None:
+    from neuzip.compress.device import driver_devices
+
+    if device == "cpu":
+        place = "with `device='cpu'` there is none"
+    elif device == "auto" and not driver_devices():
+        place = "NVIDIA's driver finds none"
+    else:
+        return
+    raise UsageError(
+        f"`expert_memory={expert_memory}`: limits what experts take of a GPU, and {place}",
+        "leave out `expert_memory`: on a CPU all experts are in its memory anyway",
     )
 
 

@@ -103,6 +103,20 @@ DENSE_EXPERTS = ("grouped_mm", "batched_mm")
 """How transformers computes experts with bf16 weights: the faster one is what others are compared with."""
 
 
+def mixture_rows(
+    document: Document, model: str
+) -> tuple[int, dict[str, Row], dict[str, Row], dict[str, Row]]:
+    """Layers of a model of trained-like weights, and speeds at batch 1 and 128 and of a prompt, by form."""
+    rows = [r for r in rows_of(document) if r.get("model") == model and r.get("law") == "trained-like"]
+    one, many, prompt = (
+        {r["by"]: r for r in rows if r["what"] == what and (r["by"] == "packed" or r["ratio"] == 1.0)}
+        for what in ("decode, batch 1", "decode, batch 128", "prefill")
+    )
+    for forms in (one, many, prompt):
+        forms["bf16"] = next(row for form, row in forms.items() if form in DENSE_EXPERTS)
+    return next(r["layers"] for r in rows if "layers" in r), one, many, prompt
+
+
 def experts_table(rows: Sequence[Row]) -> str:
     """Figures of one model: a line for each law of weights and figure, a column for each form."""
     lines = []
@@ -125,7 +139,7 @@ def experts_table(rows: Sequence[Row]) -> str:
 def figure_of(row: Row) -> str:
     """A speed or a size with its unit."""
     if "gb" in row:
-        return f"{row['gb']:.2f} GB, and {row['beside_gb']:.2f} GB beside them"
+        return f"{row['gb']:.2f} GB, and {row['beside_gb']:.2f} GB for the rest"
     return f"{row['tokens_s']:,.0f} tokens/s"
 
 

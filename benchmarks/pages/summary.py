@@ -17,7 +17,7 @@ from pages.layout import (
     slower_results,
 )
 from pages.measurements import figures, parts
-from pages.running import serving
+from pages.running import MODEL_NAMES, mixture_rows, serving
 from pages.ternary import RECOVERY_AIMS
 from pages.training import MEMORY_AIMS, SPEED_AIMS
 
@@ -33,7 +33,7 @@ def short() -> dict[str, str]:
         (("sweep-demo",), lambda document: rounded_result("demo", document)),
         (("recovery", "ternary-conversion-wikilm-26m"), recovery_result),
         (("delta",), delta_result), (("gpu_codec",), codec_speeds), (("generate",), running_speeds),
-        (("packed_linear",), matmul_speeds),
+        (("packed_linear",), matmul_speeds), (("experts",), mixture_speeds),
         (("bitnet",), bitnet_speed), (("attention",), attention_speed),
         (("linear_cross_entropy",), cross_entropy_speed), (("train_memory",), training_speed),
     )  # fmt: skip
@@ -180,6 +180,13 @@ def running_speeds(document: Document) -> str:
     """A model of 8B shapes in both compressed formats: one text, many, their memory, and reading a prompt."""
     rows = document["sections"]["llama"]["results"]
     return render("summary.running", {(r["what"], r["by"]): r for r in rows}, serving(document))
+
+
+def mixture_speeds(document: Document) -> str:
+    """Mixtures of experts, whose weights look trained, beside the faster bf16 of transformers."""
+    return "\n".join(
+        render("summary.mixture", name, *mixture_rows(document, model)) for model, name in MODEL_NAMES.items()
+    )
 
 
 def matmul_speeds(document: Document) -> str:

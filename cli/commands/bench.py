@@ -88,7 +88,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     residencies, batches = None if residency is None else _names(residency), _numbers(batch)
     experts = options.size(expert_memory)
-    require_expert_memory(experts, *(residencies or compressed_names()))
+    require_expert_memory(experts, *(residencies or compressed_names()), device=device)
     let_threads_sleep()
     out.loading()
     for name in residencies or ("dense",):

@@ -131,7 +131,7 @@ def _counters(model: PreTrainedModel) -> Iterator[_Counter]:
     for layer, block in enumerate(decoder_layers(model)):
         for path, module in block.named_modules():
             if isinstance(module, nn.ModuleList):
-                if path.endswith("experts") and len(module) > 1:
+                if path.rpartition(".")[2] == "experts" and len(module) > 1:
                     yield _Counter(layer, names[module], module, len(module))
                 continue
             sizes = {len(p) for p in module.parameters(recurse=False) if p.dim() == 3}

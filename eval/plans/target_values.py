@@ -133,9 +133,13 @@ def target_size(text: str, original: int) -> CompressionTarget:
 def size_in_bytes(text: str) -> int | None:
     """Bytes of a size with its unit, as `6GiB` or `500 MB`; None for a text that is no size.
 
-    >>> size_in_bytes("1.5 kB"), size_in_bytes("0B"), size_in_bytes("6")
-    (1500, 0, None)
+    Zero needs no unit.
+
+    >>> size_in_bytes("1.5 kB"), size_in_bytes("0B"), size_in_bytes("0"), size_in_bytes("6")
+    (1500, 0, 0, None)
     """
+    if text.strip() == "0":
+        return 0
     match = re.fullmatch(rf"({NUMBER}) ?([kKMGT]?i?B)", text.strip())
     return None if match is None or match[2] not in UNITS else math.floor(float(match[1]) * UNITS[match[2]])
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from transformers import PreTrainedModel
 from neuzip.kernels.experts import ops
 from neuzip.kernels.experts.gate import Gate, gated
 from neuzip.runtime.hf.quantization_config import EXPERTS as IMPLEMENTATION
-from neuzip.runtime.hf.residency import expert_modules, is_compressed
+from neuzip.runtime.residency import expert_modules, is_compressed
 from neuzip.runtime.weights import AnsWeight, PackedWeight
 from neuzip.runtime.weights.expert_pool import LIMIT, can_pool, has_aligned_parts, pooled_experts
 
@@ -53,7 +52,8 @@ PROBE_ROWS, PROBE_INNER = 64, 16
 PROBE_LARGE = 1000.0
 """The scale of half of these rows: limits that are not among LIMITS show there."""
 
-_own_gates: WeakKeyDictionary[nn.Module, dict[torch.dtype, Gate | None]] = WeakKeyDictionary()
+GATE = "_neuzip_gate"
+"""The attribute of a module that holds the Gate which gives the bits of its activation; None if none does."""
 
 
 def prefer_ours(config: PreTrainedConfig) -> None:
@@ -71,8 +71,12 @@ def prefer_ours(config: PreTrainedConfig) -> None:
 def release_others(model: nn.Module) -> None:
     """Let transformers choose the implementation for the parts of a model that have no compressed experts.
 
-    A config that names ours would stop a process without neuzip to which it is sent.
+    A config that names ours, or a module that holds our Gate, would stop a process without neuzip to which it
+    is sent.
     """
+    for module in expert_modules(model):
+        if not _compressed_parameters(module):
+            vars(module).pop(GATE, None)
     for part in model.modules():
         if not isinstance(part, PreTrainedModel) or getattr(part.config, CHOICE, None) != IMPLEMENTATION:
             continue
@@ -89,6 +93,14 @@ def has_single_experts(model: nn.Module, residency: str | None = None) -> bool:
     if residency is not None:
         return residency == "ans" and not all(map(_would_pool, modules))
     return any(_is_single(module) for module in modules)
+
+
+def choose_gates(model: nn.Module) -> None:
+    """Find the Gate of each module with packed experts, before a compiler traces the module's products."""
+    for module in expert_modules(model):
+        weights = [weight for weight in _compressed_parameters(module) if isinstance(weight, PackedWeight)]
+        if weights and _has_gate(module) and hasattr(module, "_apply_gate"):
+            _gate_of(module, weights[0].stored_dtype)
 
 
 def can_compile_experts(model: nn.Module) -> bool:
@@ -207,20 +219,23 @@ def _has_gate(module: nn.Module) -> bool:
 
 def _activation(module: Any, dtype: torch.dtype) -> ops.Activation:
     """What is between the two products: a Gate that gives the bits of the module's own code, or that code."""
-    own: Callable[[Tensor], Tensor] = module._apply_gate if _has_gate(module) else module.act_fn
-    gate: Gate | None = _gate_of(module, dtype) if _has_gate(module) else None
-    return own if gate is None else gate
+    if not _has_gate(module):
+        return module.act_fn  # type: ignore[no-any-return]
+    gate = _gate_of(module, dtype)
+    return module._apply_gate if gate is None else gate
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _gate_of(module: nn.Module, dtype: torch.dtype) -> Gate | None:
-    """The Gate of a module, found once for each; None for an activation that is of none of them."""
-    gates = _own_gates.setdefault(module, {})
-    if dtype not in gates:
-        gates[dtype] = next(
-            (gate for gate in _candidates(module) if _gives_its_bits(module, gate, dtype)), None
-        )
-    return gates[dtype]
+def _gate_of(module: Any, dtype: torch.dtype) -> Gate | None:
+    """The Gate of a module, found once: None for an activation that is no Gate.
+
+    A compiler cannot trace the search. It traces the activation itself where nobody has searched before.
+    """
+    if not hasattr(module, GATE):
+        if torch.compiler.is_compiling():
+            return None
+        gates = (gate for gate in _candidates(module) if _gives_its_bits(module, gate, dtype))
+        setattr(module, GATE, next(gates, None))
+    return getattr(module, GATE)  # type: ignore[no-any-return]
 
 
 def _candidates(module: nn.Module) -> Iterator[Gate]:

@@ -29,10 +29,10 @@ from neuzip.runtime.hf.experts import prefer_ours
 from neuzip.runtime.hf.messages import OTHER_VERSION, quiet_transformers, refusal
 from neuzip.runtime.hf.model_files import model_tensors
 from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
-from neuzip.runtime.hf.residency import require_expert_places, require_places
 from neuzip.runtime.hf.stored_tensors import record_activations, stored_tensors
 from neuzip.runtime.kernel_prefetch import prefetch_kernels
 from neuzip.runtime.requirements import require_expert_memory, require_expert_pool
+from neuzip.runtime.residency import require_expert_places, require_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -90,15 +90,15 @@ def load_model(
         raise UsageError(
             f"`attention={attention!r}`: is neither True nor False", "False leaves attention unquantised"
         )
-    require_expert_memory(expert_memory, residency)
+    is_map = isinstance(device, dict) or device in DEVICE_MAPS
+    place = None if is_map else place_of(device)
+    require_expert_memory(expert_memory, residency, device=None if place is None else place.type)
     require_expert_pool(expert_pool_bytes, residency)
     folder = resolve_source(path, parameter="path", note=log)
-    is_map = isinstance(device, dict) or device in DEVICE_MAPS
     if is_map and find_spec("accelerate") is None:
         raise NeuzipError(
             f"the device map {device!r} needs the package accelerate", "install it, or name one device"
         )
-    place = None if is_map else place_of(device)
     options: dict[str, Any] = {"device_map": device} if is_map else {}
     if residency != "dense" or activations is not None:
         kind = NeuzipConfig if place is None else PlacedConfig

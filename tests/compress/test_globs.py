@@ -26,6 +26,10 @@ def test_without_braces_a_glob_is_that_of_fnmatch(glob: str, name: str):
         ("{a}", ["{a}"], ["a"]),
         ("[{]a,b}", ["{a,b}"], ["a", "b"]),
         ("{a,b", ["{a,b"], ["a"]),
+        ("{a,b{c,d}}x", ["ax", "bcx", "bdx"], ["bx", "{a,bcx", "{a,bc}x"]),
+        ("{{1,2}.*,{up,down}}.w", ["1.q.w", "2.k.w", "up.w", "down.w"], ["1.w", "3.q.w", "{1.q,up}.w"]),
+        ("{a{b,c}}", ["{ab}", "{ac}"], ["ab", "{a{b,c}}"]),
+        ("{[ab,],c}", ["a", ",", "c"], ["[ab", "]"]),
     ],
 )
 def test_braces_hold_alternatives(glob: str, names: list[str], others: list[str]):

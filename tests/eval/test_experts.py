@@ -136,6 +136,19 @@ def test_a_list_of_modules_is_counted_as_well(ids: Tensor):
     assert [one.weights for one in single] == [None, None]
 
 
+def test_shared_experts_are_not_counted(ids: Tensor):
+    """A list of modules that every token goes through, beside the list that the router chooses from."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_hidden_layers": 1}
+    model = llama(0, vocab_size=256, **sizes)
+    block = decoder_layers(model)[0].mlp
+    for name in ("shared_experts", "experts"):
+        setattr(block, name, nn.ModuleList(nn.Linear(16, 16) for _ in range(2)))
+    block.forward = lambda x: sum(expert(x) for expert in (*block.shared_experts, *block.experts))
+    (layer,) = count_use(model, [ids])
+    assert layer.name == "model.layers.0.mlp.experts"
+    assert layer.tokens == (ids.numel(), ids.numel())
+
+
 @needs_version_5
 def test_experts_of_other_processes_and_of_no_token_count_nothing():
     model = mixture("mixtral", **SIZES).float()

@@ -29,14 +29,14 @@ from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.expert_memory import ExpertMemory
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.quantization_config import NeuzipConfig
-from neuzip.runtime.hf.residency import (
+from neuzip.runtime.requirements import require_expert_memory
+from neuzip.runtime.residency import (
     compress_parameters,
     decompress_parameters,
     expert_modules,
     memory,
     require_experts,
 )
-from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.weights import PackedWeight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,7 +110,10 @@ def test_limits_that_make_no_sense_are_refused(tmp_path: Path):
         with pytest.raises(UsageError, match="is no number of bytes"):
             require_expert_memory(value, "packed")
     with pytest.raises(UsageError, match="has no effect with `residency='dense'`"):
+        require_expert_memory(1, "dense", device="cuda:1")
+    with pytest.raises(UsageError, match="with `device='cpu'` there is none") as refused:
         load_model(tmp_path, expert_memory=1)
+    assert refused.value.hint.startswith("leave out `expert_memory`")
     with pytest.raises(UsageError, match="has no effect"):
         NeuzipConfig("dense", expert_memory=1)
 
@@ -137,14 +140,26 @@ def test_models_on_a_cpu_and_models_without_experts_are_refused(tmp_path: Path):
     [
         (("--expert-memory", "8"), "error: --expert-memory 8: is no size"),
         (("--expert-memory", "1kB"), "error: --expert-memory 1000 has no effect with --residency dense"),
+        (("--expert-memory", "0"), "error: --expert-memory 0 has no effect with --residency dense"),
     ],
 )
 @pytest.mark.parametrize("verb", ["generate", "eval", "bench"])
-def test_commands_refuse_before_they_read_anything(verb, options, message, neuzip):
+def test_commands_refuse_before_they_read_anything(verb, options, message, neuzip, monkeypatch):
+    monkeypatch.setattr("neuzip.compress.device.driver_devices", lambda: 1)
     residency = ("--residency", "dense")
     text = {"generate": ("Hello",), "eval": ("--text", "demo"), "bench": ()}[verb]
     said = neuzip(verb, "no-such-model", *text, *residency, *options)
     assert (said.exit_code, said.stderr.splitlines()[0]) == (2, message)
+
+
+@pytest.mark.parametrize("residency", ["dense", "packed"])
+def test_a_command_on_a_cpu_refuses_the_limit_whatever_the_residency(residency: str, neuzip):
+    """The hint names no residency, as none would help."""
+    options = ("--device", "cpu", "--residency", residency, "--expert-memory", "8GiB")
+    said = neuzip("generate", "no-such-model", "Hello", *options)
+    assert said.exit_code == 2
+    assert "error: --expert-memory 8589934592: limits what experts take of a GPU" in said.stderr
+    assert "hint: leave out --expert-memory" in said.stderr
 
 
 # On a GPU: results are those with all weights there, bit for bit

@@ -30,7 +30,7 @@ from neuzip.runtime.decode.greedy import GreedyDecoder, NotGraphable
 from neuzip.runtime.hf import experts
 from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.quantization_config import NeuzipConfig
-from neuzip.runtime.hf.residency import compress_parameters, expert_modules, is_compressed
+from neuzip.runtime.residency import compress_parameters, expert_modules, is_compressed
 from neuzip.runtime.weights import AnsWeight, PackedWeight
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_version_5]
@@ -220,6 +220,18 @@ def test_layouts_of_modules(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ops, "packed_experts", lambda *arguments: launched.append(arguments) or arguments[0])
     packed(*routed())
     assert [call[6] if isinstance(call[6], Gate) else None for call in launched] == [gate]
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_compiler_traces_packed_experts_as_one_graph(chosen: bool):
+    """With the Gate that was chosen on loading. Without one it traces the module's own activation."""
+    _, packed = modules_of("interleaved")
+    if chosen:
+        experts.choose_gates(packed)
+    with torch.no_grad():
+        compiled = torch.compile(packed, backend="eager", fullgraph=True)(*routed())
+        assert hasattr(packed, experts.GATE) == chosen
+        assert torch.equal(compiled, packed(*routed()))
 
 
 class Limited(nn.Module):

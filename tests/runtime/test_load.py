@@ -35,10 +35,11 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.safetensors_file import DTYPE_BITS
 from neuzip.kernels.rans.triton import encode as triton_encode
+from neuzip.runtime import residency
 from neuzip.runtime.decode.agreement import agreement
 from neuzip.runtime.dtypes import TORCH_DTYPES
 from neuzip.runtime.hf import config as config_module
-from neuzip.runtime.hf import load, residency, stored_tensors
+from neuzip.runtime.hf import load, stored_tensors
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.runtime.read import load_state_dict, read_tensor, read_tensors
@@ -682,7 +683,9 @@ def test_residencies_on_a_gpu(kind: str, form: str, kept: str, larger, monkeypat
     assert (held.of("ans").weights > 0) == (kept == "ans")
     if kept == "dense" and kind == "mixtral":
         model.set_experts_implementation("eager")
-    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=kept != "packed")
+    # The products of a pool of experts add in another order than those of transformers.
+    exact = kept == "dense" or (kept == "ans" and kind != "mixtral")
+    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=exact)
 
 
 @pytest.mark.gpu
@@ -745,7 +748,9 @@ def test_two_gpus(kind: str, kept: str, larger):
     assert {p.device.index for p in model.parameters()} == {0, 1}
     if kept == "dense" and kind == "mixtral":
         model.set_experts_implementation("eager")
-    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=kept != "packed")
+    # The products of a pool of experts add in another order than those of transformers.
+    exact = kept == "dense" or (kept == "ans" and kind != "mixtral")
+    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=exact)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,92 @@
+"""Packed weights that a graph names by a number in a tensor: for engines that store compiled graphs.
+
+    weight_id = hold(packed)                                    int64 [1] on the CPU
+    torch.ops.neuzip.held_linear(x, bias, weight_id, out)       x @ weights.T + bias
+    torch.ops.neuzip.held_rows(ids, weight_id, columns, dtype)  the rows of the weights that ids name
+    torch.ops.neuzip.held_decode(x, weight_id, out)             all weights, [out, in] for x [..., in]
+
+The operators of `ops` take the arrays of packed weights. A compiled graph that calls those contains the
+shapes of the arrays, which follow from the values of the weights: how many far words and escapes there are,
+and how many low bits. The window is in the graph, too. An engine that stores the graph and runs it with
+another checkpoint would compute with the window of the first one, and no two layers share a graph.
+
+Here a graph contains only the shape of the matrix. The number in `weight_id` is read when an operator runs,
+and names an entry of a table of this process. So a stored graph is right for every checkpoint of that shape.
+
+The operators are for inference: no gradient flows. They call the implementations of `ops`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+import torch
+
+from neuzip.kernels.packed_linear import ops
+from neuzip.kernels.packed_linear.tensor import PackedTensor
+
+_HELD: WeakValueDictionary[int, PackedTensor] = WeakValueDictionary()
+"""Packed weights by their number, for as long as their owner keeps them."""
+
+_numbers = itertools.count(1)
+
+
+def hold(packed: PackedTensor) -> torch.Tensor:
+    """The number of packed weights, int64 [1] on the CPU. The caller has to keep `packed` alive."""
+    number = next(_numbers)
+    _HELD[number] = packed
+    return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+
+def held(weight_id: torch.Tensor) -> PackedTensor:
+    """The packed weights of a number. Raises RuntimeError if this process has none of that number."""
+    packed = _HELD.get(int(weight_id))
+    if packed is None:
+        raise RuntimeError(f"this process holds no packed weights of number {int(weight_id)}")
+    return packed
+
+
+_library = torch.library.Library("neuzip", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _linear(x: torch.Tensor, bias: torch.Tensor | None, weight_id: torch.Tensor, out: int) -> torch.Tensor:
+    return ops.product(x, held(weight_id).fetched(), bias)
+
+
+def _linear_shape(
+    x: torch.Tensor, bias: torch.Tensor | None, weight_id: torch.Tensor, out: int
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out))
+
+
+def _rows(ids: torch.Tensor, weight_id: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return ops.rows(held(weight_id), ids)
+
+
+def _rows_shape(ids: torch.Tensor, weight_id: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return ids.new_empty((*ids.shape, columns), dtype=dtype)
+
+
+def _decode(x: torch.Tensor, weight_id: torch.Tensor, out: int) -> torch.Tensor:
+    return ops.decode(held(weight_id))
+
+
+def _decode_shape(x: torch.Tensor, weight_id: torch.Tensor, out: int) -> torch.Tensor:
+    return x.new_empty((out, x.shape[-1]))
+
+
+_SCHEMAS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "held_linear(Tensor x, Tensor? bias, Tensor weight_id, SymInt out) -> Tensor": (_linear, _linear_shape),
+    "held_rows(Tensor ids, Tensor weight_id, SymInt columns, ScalarType dtype) -> Tensor": (
+        _rows,
+        _rows_shape,
+    ),
+    "held_decode(Tensor x, Tensor weight_id, SymInt out) -> Tensor": (_decode, _decode_shape),
+}
+
+for _schema, (_run, _shape) in _SCHEMAS.items():
+    _name = _library.define(_schema)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"neuzip::{_name}", _shape, lib=_library)

