@@ -14,7 +14,6 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
-import numpy.typing as npt
 
 from neuzip.kernels.device.compiled import read_only
 from neuzip.kernels.float_fields import FloatFormat
