@@ -412,7 +412,7 @@ from neuzip.kernels.packed_linear import ops as torch_ops
 
 gluon_linear.multiprocessors = lambda device: 132
 for dtype, drop, columns, biased in (
-    (torch.bfloat16, 0, 512, False), (torch.bfloat16, 4, 128, True), (torch.float16, 3, 384, False),
+    (torch.bfloat16, 0, 512, False), (torch.float16, 3, 128, True)
 ):
     weights = (torch.randn(136, columns, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     weights = (weights.view(torch.int16) >> drop << drop).view(dtype)
@@ -428,7 +428,7 @@ def test_products_are_under_way_while_weights_are_unpacked(tmp_path, kernel_cach
     The compiler says nothing where it cannot have that, but waits after every instruction.
     """
     kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()]
-    assert len(kernels) == 3
+    assert len(kernels) == 2
     for shared, *instructions in kernels:
         assert int(shared) <= 227 << 10
         assert instructions.count("HGMMA") == 16
