@@ -1,0 +1,81 @@
+"""The tensors of weight files that an engine has found: decoded a few at a time, in the order of the files.
+
+An engine downloads only the root of a Hub repository: the .safetensors files and the .json files. Nothing else
+is needed here, as each container file tells its own tensors.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import safetensors
+import torch
+
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
+from neuzip.compress.workers import Workers
+from neuzip.formats.checkpoint import Checkpoint
+from neuzip.formats.container import is_container_metadata
+from neuzip.runtime.read import read_tensors
+
+GROUP = 256 << 20
+"""Bytes of tensors that a GPU decodes at once. A larger tensor is a group of its own."""
+
+_SHARD = re.compile(r"(?P<before>.*)-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
+
+
+def is_container_file(path: str | Path) -> bool:
+    """Whether a .safetensors file is a container of neuzip."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        return is_container_metadata(file.metadata() or {})
+
+
+def with_all_shards(files: Sequence[str]) -> list[Path]:
+    """The weight files and the other shards of the same numbering, sorted.
+
+    The index of a compressed folder does not name a shard whose tensors are all stored in other shards.
+    """
+    paths = {Path(file) for file in files}
+    for path in list(paths):
+        match = _SHARD.match(path.name)
+        if match is not None:
+            pattern = f"{glob.escape(match['before'])}-*-of-{match['count']}.safetensors"
+            paths |= {other for other in path.parent.glob(pattern) if _SHARD.match(other.name)}
+    return sorted(paths)
+
+
+def opened(files: Sequence[str]) -> FolderSource:
+    """The source of some weight files of one folder, which the caller closes. Raises FormatError."""
+    paths = with_all_shards(files)
+    root = paths[0].parent
+    return FolderSource(Checkpoint(root, root, tuple(path.name for path in paths), ()))
+
+
+def decoded_tensors(
+    source: FolderSource, device: torch.device, is_wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and values of each wanted tensor, decoded on `device`. Raises FormatError for damaged files."""
+    tensors = [tensor for tensor in source.tensors() if is_wanted(tensor.name)]
+    with Workers() as workers:
+        for group in _groups(tensors):
+            values = read_tensors(source, group, device, workers)
+            values.reverse()
+            for tensor in group:  # which are freed one by one
+                yield tensor.name, values.pop()
+
+
+def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
+    """Tensors in their order, as many as GROUP bytes have."""
+    group: list[SourceTensor] = []
+    left = GROUP
+    for tensor in tensors:
+        if group and tensor.info.nbytes > left:
+            yield group
+            group, left = [], GROUP
+        group.append(tensor)
+        left -= tensor.info.nbytes
+    if group:
+        yield group
