@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from neuzip.runtime import buffers
 from neuzip.runtime.decode.benchmark import free_memory, prompts, run
 from neuzip.runtime.decode.greedy import GreedyDecoder
-from neuzip.runtime.hf.residency import compress_parameters
+from neuzip.runtime.residency import compress_parameters
 
 DEVICE = "cuda"
 FORMS = ("bf16", "packed", "ans", "bf16 3b", "a4.8", "a4.8 kv 3")

@@ -21,7 +21,7 @@ from weight_laws import generator_on
 from neuzip.runtime.decode.agreement import Agreement, agreement_of_logits
 from neuzip.runtime.decode.benchmark import prompts
 from neuzip.runtime.hf.decoder import input_device
-from neuzip.runtime.hf.residency import is_compressed
+from neuzip.runtime.residency import is_compressed
 
 Tensor = torch.Tensor
 

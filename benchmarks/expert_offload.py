@@ -31,7 +31,7 @@ from neuzip.kernels.packed_linear.ops import pack
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.runtime.decode.benchmark import free_memory, prompts, run
 from neuzip.runtime.decode.greedy import GreedyDecoder
-from neuzip.runtime.hf.residency import compress_parameters, memory
+from neuzip.runtime.residency import compress_parameters, memory
 
 Tensor = torch.Tensor
 Layer = tuple[PackedTensor, PackedTensor]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from neuzip.runtime.decode.agreement import Agreement, agreement
 from neuzip.runtime.decode.greedy import GreedyDecoder, NotGraphable
-from neuzip.runtime.hf.residency import expert_modules
+from neuzip.runtime.residency import expert_modules
 
 Tensor = torch.Tensor
 

@@ -73,7 +73,7 @@ from weight_laws import LAWS
 from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, prompts, reset_peak
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.experts import has_single_experts
-from neuzip.runtime.hf.residency import compress_parameters, memory
+from neuzip.runtime.residency import compress_parameters, memory
 
 Tensor = torch.Tensor
 Row = dict[str, Any]

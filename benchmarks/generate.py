@@ -74,7 +74,7 @@ from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, prompts, re
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import quiet_transformers
-from neuzip.runtime.hf.residency import memory
+from neuzip.runtime.residency import memory
 
 Tensor = torch.Tensor
 

@@ -114,6 +114,7 @@ OWN = words("""
 NEUZIP_AUTOLOAD = `0` stops `import torch` from importing neuzip; transformers then loads compressed
     folders only after `import neuzip`
 NEUZIP_DEBUG = `1` shows the traceback of every error
+NEUZIP_GPU_CHECK = `0` skips the check of a GPU at its first use in a process
 NEUZIP_NO_PROGRESS = `1` switches off progress bars and progress lines
 """)
 """neuzip's own variables."""
@@ -529,7 +530,7 @@ def dtypes() -> str:
     from neuzip.compress.schemes.ternary import TERNARY_DTYPES
     from neuzip.compress.schemes.truncated import normalisable
     from neuzip.kernels.float_fields import FORMATS
-    from neuzip.runtime.hf.residency import DTYPES
+    from neuzip.runtime.residency import DTYPES
 
     torch_names = {torch.bfloat16: "BF16", torch.float16: "F16"}
     in_memory = {torch_names[dtype] for dtype in DTYPES}

@@ -24,6 +24,7 @@ Environment variables:
   NEUZIP_DEBUG=1        add the traceback to an error, as -v does
   NEUZIP_NO_PROGRESS=1  show no progress
   NEUZIP_AUTOLOAD=0     stop `import torch` from importing neuzip
+  NEUZIP_GPU_CHECK=0    skip the check of a GPU at its first use
   HF_TOKEN, HF_HOME     access token and cache of the Hub; neuzip also follows
                         the other variables of huggingface_hub"""
 

@@ -6,7 +6,7 @@
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
 
-Importing it also lets transformers load compressed folders and the models of
+Importing it also lets transformers and diffusers load compressed folders, and transformers the models of
 `neuzip.runtime.hf.norm_placement`, and attend by "neuzip_sage8" and "neuzip_sage4": at once if what it needs
 is there already, and otherwise as soon as it is imported. `import torch` imports it as well
 (neuzip_autoload.py).
@@ -169,16 +169,27 @@ def _register_norm_placement() -> None:
     import_module("neuzip.runtime.hf.lazy_config").register_lazily()
 
 
+def _register_with_diffusers() -> None:
+    config = import_module("neuzip.runtime.hf.quantization_config").NeuzipConfig  # one for both libraries
+    import_module("neuzip.runtime.diffusers.patches").register(config)
+
+
+def _register_with_tensor_parallelism_of_diffusers() -> None:
+    import_module("neuzip.runtime.diffusers.patches").refuse_tensor_parallel_loads()
+
+
 _REGISTER = {
+    "diffusers.hooks.tensor_parallel": _register_with_tensor_parallelism_of_diffusers,
+    "diffusers.models.modeling_utils": _register_with_diffusers,
     "transformers.configuration_utils": _register_config,
     "transformers.modeling_utils": _register_quantizer_and_attention,
     "transformers.models.auto.configuration_auto": _register_norm_placement,
 }
-"""Modules of transformers, and what registers with each: nothing that imports what may be half imported."""
+"""Modules of the engines, and what registers with each: nothing that imports what may be half imported."""
 
 
 def _register(name: str) -> None:
-    """Register with a module. What goes wrong is said, and must not keep others from using transformers."""
+    """Register with a module. What goes wrong is said, and must not keep others from using an engine."""
     try:
         _REGISTER[name]()
     except Exception as failure:

@@ -148,8 +148,8 @@ def command(
     from neuzip.runtime.hf.attention import uses
     from neuzip.runtime.hf.attention_choice import choose
     from neuzip.runtime.hf.load import load_model
-    from neuzip.runtime.hf.residency import memory
     from neuzip.runtime.hf.ternary_layers import activations_in_use
+    from neuzip.runtime.residency import memory
 
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     if task.ids.numel() != likely:  # the kernels that products take depend on it

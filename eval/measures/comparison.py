@@ -25,8 +25,8 @@ from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import positions
 from neuzip.runtime.hf.load import load_model
-from neuzip.runtime.hf.residency import memory
 from neuzip.runtime.hf.tokenizer import load_tokenizer
+from neuzip.runtime.residency import memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

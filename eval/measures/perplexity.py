@@ -37,10 +37,10 @@ from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import positions
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
-from neuzip.runtime.hf.residency import memory
 from neuzip.runtime.hf.ternary_layers import activations_in_use
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.runtime.requirements import require_expert_memory
+from neuzip.runtime.residency import memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

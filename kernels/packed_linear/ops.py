@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from neuzip.kernels.device.properties import is_hopper
-from neuzip.kernels.packed_linear import reference
+from neuzip.kernels.packed_linear import first_use, reference
 from neuzip.kernels.packed_linear.form import TILE_ROWS, ExponentWindow, Packed
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
 from neuzip.kernels.packed_linear.turns import by_turn
@@ -52,7 +52,9 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     if _on_gpu(weight):
         from neuzip.kernels.packed_linear.triton import pack as triton_pack
 
-        return triton_pack.pack(weight)
+        packed = triton_pack.pack(weight)
+        first_use.check_packing(weight, packed)
+        return packed
     packed = reference.pack(weight.view(torch.int16).numpy().view("u2"), fmt=fmt)
     starts = packed.row_start
     row_start = torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts)
@@ -289,6 +291,7 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
         from neuzip.kernels.packed_linear.triton import pack as triton_pack
 
         triton_pack.decode(packed, start, stop, dense)
+        first_use.check_decoding(dense, packed, start)
     else:
         bits = reference.decode(_as_numpy(packed), slice(start, stop))
         dense.view(torch.int16).copy_(torch.from_numpy(bits.view("i2")))
@@ -299,7 +302,11 @@ def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     out, columns = packed.shape
     y = None
     if x.numel() and packed.words.numel() and _on_gpu(packed.far_index):
-        y = _multiply_packed(x.contiguous(), packed, None if bias is None else bias.contiguous())
+        x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+        is_new = packed.is_new
+        y = _multiply_packed(x, packed, bias)
+        if is_new and y is not None:
+            first_use.check_product(x, packed, bias, _multiply_packed)
     if y is None:
         y = _multiply_decoded(x.reshape(math.prod(x.shape[:-1]), columns), packed, bias)
     if y.dim() == x.dim():

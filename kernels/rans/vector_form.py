@@ -8,7 +8,6 @@ it does not, a warning says so, and the loop runs in its scalar form, which give
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,10 +18,10 @@ import numpy.typing as npt
 
 from neuzip.kernels.float_fields import FloatFormat
 
-from . import cpu, reference
+from . import cpu
 from .intrinsics import SUPPORTED
-from .model import Table
-from .numbers import BLOCK, HEADER_WORDS, LANES, RUN
+from .numbers import BLOCK, HEADER_WORDS
+from .sample import coded_exponents
 
 VECTOR, SCALAR = True, None
 """What the loops of `cpu` take."""
@@ -35,7 +34,7 @@ def encodes(group: int, dtype: np.dtype[Any]) -> Form:
     """The form in which `cpu.encode` runs for exponents of a dtype."""
     if not SUPPORTED:
         return SCALAR
-    sample = _sample(group)
+    sample = coded_exponents(group)
     exponents = sample.exponents.astype(dtype)
     words, index = np.empty(HEADER_WORDS + 3 * exponents.size, np.uint16), np.empty(1, np.uint16)
     used = cpu.encode(
@@ -50,7 +49,7 @@ def decodes(group: int, dtype: np.dtype[Any], writeable: bool) -> Form:
     """The form in which `cpu.decode` runs for exponents of a dtype, and words that may be written or not."""
     if not SUPPORTED:
         return SCALAR
-    sample = _sample(group)
+    sample = coded_exponents(group)
     decoded = np.empty(sample.exponents.size, dtype)
     bad = cpu.decode(
         _flagged(sample.words, writeable), np.array([0]), np.array([sample.words.size]), decoded.size,
@@ -68,7 +67,7 @@ def decodes_floats(group: int, fmt: FloatFormat, dtype: np.dtype[Any], writeable
     """
     if not SUPPORTED:
         return SCALAR
-    sample = _sample(group)
+    sample = coded_exponents(group)
     floats, fields = np.empty(sample.exponents.size, fmt.dtype), np.zeros(sample.exponents.size, dtype)
     block = np.empty(BLOCK, fmt.exponent_dtype)
     bad = cpu.decode_floats(
@@ -91,30 +90,6 @@ def _form(loop: str, right: bool) -> Form:
         stacklevel=3,
     )
     return SCALAR
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """A block of 768 exponents below 16, so that every format has them, and its words."""
-
-    table: Table
-    exponents: npt.NDArray[np.uint8]
-    words: npt.NDArray[np.uint16]
-
-
-@cache
-def _sample(group: int) -> _Sample:
-    """Frequent and rare symbols in all mixtures, so that any number of lanes takes a word at a time."""
-    frequencies = np.zeros(256, np.uint16)
-    usable = np.arange(16) if group == 1 else np.array([a | b << 4 for b in range(4) for a in range(4)])
-    frequencies[usable] = [1, 1, 2, 3, 5, 8, 14, 24, 42, 72, 123, 211, 361, 618, 1058, 1553]
-    table = Table(group, np.arange(16 if group == 1 else 4, dtype=np.uint16), frequencies)
-    steps = 3 * RUN // group
-    at = np.arange(steps * LANES)
-    rare = at * at // 7 % (1 + at // LANES % 16)  # the later the step, the more symbols
-    symbols = usable[15 - rare].reshape(steps, LANES).tolist()
-    exponents = np.array(reference.exponents_of(symbols, table), np.uint8)
-    return _Sample(table, exponents, np.array(reference.encode_symbols(symbols, [], table), np.uint16))
 
 
 def _flagged(array: npt.NDArray[Any], writeable: bool) -> npt.NDArray[Any]:

@@ -31,10 +31,10 @@ from neuzip.runtime.hf.decoder import positions
 from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
-from neuzip.runtime.hf.residency import memory, require_expert_places, require_places
 from neuzip.runtime.hf.ternary_layers import activations_in_use
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES
+from neuzip.runtime.residency import memory, require_expert_places, require_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from neuzip.kernels.experts import ops
 from neuzip.kernels.experts.gate import Gate, gated
 from neuzip.runtime.hf.quantization_config import EXPERTS as IMPLEMENTATION
-from neuzip.runtime.hf.residency import expert_modules, is_compressed
+from neuzip.runtime.residency import expert_modules, is_compressed
 from neuzip.runtime.weights import AnsWeight, PackedWeight
 from neuzip.runtime.weights.expert_pool import LIMIT, can_pool, has_aligned_parts, pooled_experts
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from neuzip.runtime.residency import is_compressed
+
 Memo = dict[int, Any]
 """Results of calls, by the ids of the calls."""
 
@@ -83,6 +85,13 @@ def _on_meta(x: Any) -> Any:
     if isinstance(x, LazyTensor):
         return x.as_subclass(torch.Tensor)
     return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
+def lazy_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with a LazyTensor for each compressed weight."""
+    return {
+        name: LazyTensor.of(value) if is_compressed(value) else value for name, value in state_dict.items()
+    }
 
 
 def with_values(tensors: dict[str, Any]) -> dict[str, Any]:

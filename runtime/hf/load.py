@@ -29,10 +29,10 @@ from neuzip.runtime.hf.experts import prefer_ours
 from neuzip.runtime.hf.messages import OTHER_VERSION, quiet_transformers, refusal
 from neuzip.runtime.hf.model_files import model_tensors
 from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
-from neuzip.runtime.hf.residency import require_expert_places, require_places
 from neuzip.runtime.hf.stored_tensors import record_activations, stored_tensors
 from neuzip.runtime.kernel_prefetch import prefetch_kernels
 from neuzip.runtime.requirements import require_expert_memory, require_expert_pool
+from neuzip.runtime.residency import require_expert_places, require_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

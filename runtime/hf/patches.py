@@ -118,7 +118,7 @@ def _as_container(save: Any) -> Any:
         if not settings.get("is_main_process", True):
             return None
 
-        from neuzip.runtime.hf.save import save_container
+        from neuzip.runtime.save import save_container
 
         def save_plain(folder: Path) -> None:
             settings["save_directory"] = folder

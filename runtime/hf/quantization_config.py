@@ -1,7 +1,11 @@
-"""`quantization_config` of `from_pretrained`: which residency the weights of a model shall have."""
+"""`quantization_config` of `from_pretrained`: which residency the weights of a model shall have.
+
+One class for transformers and diffusers, so that one config serves all components of a pipeline.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  where both packages are missing, the error names torch
@@ -17,6 +21,13 @@ if TYPE_CHECKING:
 METHOD = "neuzip"
 """The `quant_method` of a compressed folder's config.json."""
 
+
+class NeuzipMethod(str, Enum):
+    """The `quant_method` of a NeuzipConfig: diffusers asks it for its `value`, transformers compares it."""
+
+    NEUZIP = METHOD
+
+
 EXPERTS = "neuzip"
 """What configs call our way to compute mixtures of experts: see `experts`."""
 
@@ -25,7 +36,7 @@ FILL = "_load_pretrained_model"
 
 
 class NeuzipConfig(QuantizationConfigMixin):
-    """The `quantization_config` for `from_pretrained`: weights stay compressed in memory.
+    """The `quantization_config` for `from_pretrained` of transformers and diffusers: weights stay compressed.
 
     It works for any folder, plain or compressed by neuzip, and is not written to a checkpoint. `residency` is
     the in-memory weight format, "dense", "packed" or "ans", and `activations` how the inputs of ternary
@@ -46,7 +57,7 @@ class NeuzipConfig(QuantizationConfigMixin):
     ) -> None:
         if residency != "dense":
             from neuzip.runtime.activations import Activations
-            from neuzip.runtime.hf.residency import require_residency
+            from neuzip.runtime.residency import require_residency
 
             require_residency(residency)
             activations = None if activations is None else Activations.of(activations).to_json()
@@ -57,7 +68,7 @@ class NeuzipConfig(QuantizationConfigMixin):
             )
         require_expert_memory(expert_memory, residency)
         require_expert_pool(expert_pool_bytes, residency)
-        self.quant_method = METHOD  # type: ignore[assignment]
+        self.quant_method = NeuzipMethod.NEUZIP  # type: ignore[assignment]
         self.residency = residency
         self.activations = activations
         self.expert_memory, self.expert_pool_bytes = expert_memory, expert_pool_bytes

@@ -104,7 +104,7 @@ class CompressingQuantizer(HfQuantizer):
 
     def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         """Raise UsageError for places where weights of this residency cannot lie."""
-        from neuzip.runtime.hf.residency import expanded, require_expert_places, require_places
+        from neuzip.runtime.residency import expanded, require_expert_places, require_places
 
         is_open = isinstance(device_map, str)  # asked again when it has become places
         if not (is_open or self._is_placed):
@@ -114,7 +114,7 @@ class CompressingQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the model. Raises UsageError for one whose weights are not compressed in memory."""
-        from neuzip.runtime.hf.residency import DTYPES
+        from neuzip.runtime.residency import DTYPES
 
         if dtype not in DTYPES:
             raise UsageError(
@@ -155,7 +155,7 @@ class CompressingQuantizer(HfQuantizer):
         Raises UsageError for a limit on the memory of experts where there are none.
         """
         from neuzip.runtime.expert_memory import ExpertMemory
-        from neuzip.runtime.hf.residency import compressible, require_experts
+        from neuzip.runtime.residency import compressible, require_experts
 
         self._uses = compressible(model)
         require_experts(model, self._uses, self._expert_memory)
@@ -165,7 +165,7 @@ class CompressingQuantizer(HfQuantizer):
 
     def compress(self, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A parameter that has arrived, compressed if it fits and that pays."""
-        from neuzip.runtime.hf.residency import compress
+        from neuzip.runtime.residency import compress
         from neuzip.runtime.weights import BitWeight
 
         expected = model.get_parameter(name)
@@ -225,7 +225,7 @@ class CompressingQuantizer(HfQuantizer):
         Raises UsageError for a dtype that is none of floating point.
         """
         from neuzip.runtime.hf.experts import release_others
-        from neuzip.runtime.hf.residency import decompress_parameters
+        from neuzip.runtime.residency import decompress_parameters
 
         # Not the base's: it would fill in the config's dtype, and cast what was never compressed.
         decompress_parameters(model, None if dtype is None else _floating(dtype))
@@ -235,7 +235,7 @@ class CompressingQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, str]]:
         """What `save_pretrained` lays out, without values."""
-        from neuzip.runtime.hf.save import lazy_tensors
+        from neuzip.runtime.hf.lazy_tensor import lazy_tensors
 
         return lazy_tensors(model.state_dict()), {}
 

@@ -49,9 +49,9 @@ from neuzip.runtime.activations import ACTIVATIONS, ACTIVATIONS_ENTRY, Activatio
 from neuzip.runtime.bitlinear import BitLinear, ReLU2GLU, bit_linears
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.quantization_config import NeuzipConfig
-from neuzip.runtime.hf.residency import MemoryUse, compress_parameters, memory
 from neuzip.runtime.hf.sparsity import mean_share, sparsity
 from neuzip.runtime.hf.ternary_layers import install, is_relu2_glu, set_activations
+from neuzip.runtime.residency import MemoryUse, compress_parameters, memory
 from neuzip.runtime.weights import BitWeight
 from neuzip.runtime.weights.bit import dense
 

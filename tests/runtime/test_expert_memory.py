@@ -29,14 +29,14 @@ from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.expert_memory import ExpertMemory
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.quantization_config import NeuzipConfig
-from neuzip.runtime.hf.residency import (
+from neuzip.runtime.requirements import require_expert_memory
+from neuzip.runtime.residency import (
     compress_parameters,
     decompress_parameters,
     expert_modules,
     memory,
     require_experts,
 )
-from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.weights import PackedWeight
 
 pytestmark = pytest.mark.usefixtures("one_thread")

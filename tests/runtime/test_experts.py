@@ -30,7 +30,7 @@ from neuzip.runtime.decode.greedy import GreedyDecoder, NotGraphable
 from neuzip.runtime.hf import experts
 from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.quantization_config import NeuzipConfig
-from neuzip.runtime.hf.residency import compress_parameters, expert_modules, is_compressed
+from neuzip.runtime.residency import compress_parameters, expert_modules, is_compressed
 from neuzip.runtime.weights import AnsWeight, PackedWeight
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_version_5]

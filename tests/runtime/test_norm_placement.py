@@ -35,7 +35,7 @@ from neuzip.runtime.hf.norm_placement import (
     NormPlacementModel,
     deepnorm_scales,
 )
-from neuzip.runtime.hf.residency import is_compressed
+from neuzip.runtime.residency import is_compressed
 from neuzip.train.text import TrainingWindows
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -22,7 +22,7 @@ from neuzip.runtime.hf.experts import (
 )
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.quantization_config import NeuzipConfig
-from neuzip.runtime.hf.residency import compress_parameters, expert_modules, memory
+from neuzip.runtime.residency import compress_parameters, expert_modules, memory
 from neuzip.runtime.weights import AnsWeight
 
 pytestmark = needs_version_5

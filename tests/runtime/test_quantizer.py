@@ -43,7 +43,7 @@ from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
 from neuzip.runtime.hf.patches import make_quantizer, register
 from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
-from neuzip.runtime.hf.residency import is_compressed, memory
+from neuzip.runtime.residency import is_compressed, memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -466,7 +466,7 @@ def test_a_save_that_fails_leaves_nothing_behind(larger, tmp_path: Path, monkeyp
     def fails(*_: object, **__: object) -> None:
         raise NeuzipError("no")
 
-    monkeypatch.setattr("neuzip.runtime.hf.save.compress", fails)
+    monkeypatch.setattr("neuzip.runtime.save.compress", fails)
     for target in (folder, tmp_path / "new"):
         with pytest.raises(NeuzipError, match="no"):
             model.save_pretrained(target)

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from neuzip.errors import UsageError
-from neuzip.runtime.hf import residency
-from neuzip.runtime.hf.residency import (
+from neuzip.runtime import residency
+from neuzip.runtime.residency import (
     MemoryUse,
     WeightUse,
     compress,

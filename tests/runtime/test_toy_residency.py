@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 import neuzip
 from neuzip.errors import UsageError
-from neuzip.runtime.hf.residency import compress_parameters, memory
 from neuzip.runtime.requirements import require_device
 from neuzip.runtime.residencies import RESIDENCIES, Residency, ResidencyEntry
+from neuzip.runtime.residency import compress_parameters, memory
 from neuzip.runtime.weights import CompressedWeight, WeightUse
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.quantizers.base import HfQuantizer
 
 from neuzip.runtime.decode.agreement import agreement
-from neuzip.runtime.hf.residency import compress_parameters
+from neuzip.runtime.residency import compress_parameters
 
 HAS_VERSION_5 = hasattr(HfQuantizer, "get_quantize_ops")
 """Whether transformers is version 5 or later."""

@@ -21,7 +21,7 @@ from expert_models import CONFIGS, made_up, reduced, upcycled
 from expert_routes import Route, greedy_agreement, recorded, replayed, use_in_steps, use_of
 from pages import running
 
-from neuzip.runtime.hf.residency import compress_parameters, expert_modules
+from neuzip.runtime.residency import compress_parameters, expert_modules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

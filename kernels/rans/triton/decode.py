@@ -28,11 +28,13 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from neuzip.kernels.device.first_use import check_first_use
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.float_fields import FloatFormat, plane_widths
 from neuzip.kernels.rans.coded import (
     ALIGNMENT,
     NUMEL,
+    PATTERNS,
     PLANES,
     TENSOR,
     TOGETHER,
@@ -42,7 +44,8 @@ from neuzip.kernels.rans.coded import (
     CodedTensor,
     Kind,
 )
-from neuzip.kernels.rans.numbers import BLOCK, LANES, SCALE
+from neuzip.kernels.rans.coded_sample import coded_weights
+from neuzip.kernels.rans.numbers import BLOCK, LANES, RUNS, SCALE
 from neuzip.kernels.rans.triton import stream as triton_stream
 from neuzip.kernels.rans.triton.decode_kernel import (
     decode_blocks,
@@ -53,6 +56,9 @@ from neuzip.kernels.rans.triton.decode_kernel import (
 from neuzip.kernels.tuning import launch_for
 
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
+
+OPERATION = "decoding rANS codes"
+"""What is checked at its first use on a device."""
 
 TILE = 2048
 """Entries of an index that are summed up at a time."""
@@ -266,7 +272,8 @@ def prepare(
 ) -> DecodePlan:
     """Lay out the launches for `tensors`. `warps` a program are chosen by their size if not given.
 
-    `errors`, int32 [len(tensors)], is new if not given.
+    `errors`, int32 [len(tensors)], is new if not given. The first call in a process checks the device, and
+    raises WrongResults.
     """
     if not tensors:
         return DecodePlan([], torch.zeros(0, dtype=torch.int32), [], [])
@@ -282,6 +289,12 @@ def prepare(
             raise ValueError(f"tensor {number} is on another device than the first")
         if tensor.numel:
             kinds.setdefault(tensor.kind, []).append(number)
+    for kind, numbers in kinds.items():
+        if not kind[3]:  # weights that share a scale have no sample
+            full = sum(tensors[i].numel // BLOCK for i in numbers)
+            check = functools.partial(decodes_sample, kind, full, device, warps)
+            check_first_use(OPERATION, device, check)
+            break
     launches = []
     for numbers in kinds.values():
         inp = next(iter(tensors[numbers[0]].planes.values()))
@@ -292,6 +305,19 @@ def prepare(
         ):  # fmt: skip
             launches.append((part, inp, out))
     return DecodePlan(launches, errors, list(tensors), list(outs))
+
+
+def decodes_sample(kind: Kind, full: int, device: torch.device, warps: int | None = None) -> bool:
+    """Whether a sample of a kind is decoded to its patterns, by the kernel for so many full blocks.
+
+    Without full blocks it is the kernel for ragged ones. The host waits for the device.
+    """
+    tensor, bits = coded_weights(kind, RUNS if full else RUNS // 16, device)
+    out = torch.empty(bits.size, dtype=PATTERNS[kind[0].bits], device=device)
+    plan = prepare([tensor], [out], (warps or warps_of(kind, full, device)) if full else None)
+    plan.launch()
+    right = np.array_equal(out.cpu().numpy().view(bits.dtype), bits)
+    return right and not plan.errors.any().item()
 
 
 def make_launches(

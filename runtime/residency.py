@@ -23,7 +23,6 @@ from typing import TypeGuard
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from transformers.pytorch_utils import Conv1D
 
 from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
@@ -217,15 +216,16 @@ def memory(model: nn.Module) -> ModelMemory:
     return ModelMemory(dict(used), ternary)
 
 
-def compressible(model: nn.Module) -> dict[str, WeightUse]:
+def compressible(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, WeightUse]:
     """The parameters that may be compressed, by all their names, tied ones included, on any device.
 
+    `dtype` is the one that they will have, where those of the model are not filled in yet and have another.
     A weight of several names must be usable under each of them; it is looked up if it is under one.
     """
     groups: dict[int, dict[str, WeightUse | None]] = defaultdict(dict)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     uses = {
-        f"{path}.{name}" if path else name: _use(module, name, parameter)
+        f"{path}.{name}" if path else name: _use(module, name, parameter, dtype or parameter.dtype)
         for path, module in model.named_modules()
         for name, parameter in module._parameters.items()
         if parameter is not None
@@ -259,20 +259,28 @@ def _tied_to(model: nn.Module, name: str) -> str:
     return name
 
 
-def _use(module: nn.Module, name: str, parameter: nn.Parameter) -> WeightUse | None:
+def _use(module: nn.Module, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> WeightUse | None:
     """What a module does with a parameter of its own; None if that is no use for a compressed one."""
-    if parameter.dtype not in DTYPES or parameter.numel() < SMALLEST:
+    if dtype not in DTYPES or parameter.numel() < SMALLEST:
         return None
     if name == "weight" and parameter.dim() == 2:
         if isinstance(module, nn.Linear):
             return WeightUse()
-        if isinstance(module, Conv1D):
+        if _is_conv1d(module):
             return WeightUse(transposed=True)
         if isinstance(module, nn.Embedding) and module.max_norm is None:
             return WeightUse(looked_up=True)
     if not _is_of_experts(module, parameter):
         return None
     return WeightUse(transposed=getattr(module, "is_transposed", False))  # transformers 5 says so
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is a Conv1D of transformers: known by its name, as the core imports no engine."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        for kind in type(module).__mro__
+    )
 
 
 def _is_of_experts(module: nn.Module, parameter: nn.Parameter) -> bool:

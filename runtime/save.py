@@ -1,8 +1,8 @@
 """`save_pretrained` for models whose weights are compressed in memory: a compressed folder again.
 
-transformers lays the checkpoint out, as for any model: it undoes its renaming and merging, and splits what
-comes out among files. It does so on lazy tensors, without values. Each file's values are decoded when it is
-written, to a plain checkpoint beside the destination, which is then compressed as by `neuzip compress` and
+The engine lays the checkpoint out, as for any model, and splits it among files. It does so on tensors without
+values (transformers undoes its renaming and merging on `LazyTensor`s). Each file's values are decoded when it
+is written, to a plain checkpoint beside the destination, which is then compressed as by `neuzip compress` and
 moved into place.
 """
 
@@ -15,22 +15,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from neuzip.compress import compress
 from neuzip.compress.storing import storing
 from neuzip.compress.workspace import writing
 from neuzip.errors import NeuzipError
 from neuzip.formats.checkpoint import OWN_FOLDER, find_checkpoint, index_files
-from neuzip.runtime.hf.lazy_tensor import LazyTensor
-from neuzip.runtime.hf.residency import is_compressed
-
-
-def lazy_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with a LazyTensor for each compressed weight."""
-    return {
-        name: LazyTensor.of(value) if is_compressed(value) else value for name, value in state_dict.items()
-    }
 
 
 def save_container(save: Callable[[Path], None], directory: str | os.PathLike[str]) -> None:
