@@ -1,6 +1,6 @@
-"""The tensors of weight files that an engine has found: decoded a few at a time, in the order of the files.
+"""The tensors of weight files that an engine found: decoded a few at a time, in the order of the files.
 
-An engine downloads only the root of a Hub repository: the .safetensors files and the .json files. Nothing else
+Engines download only the root of a Hub repository: the .safetensors files and the .json files. Nothing else
 is needed here, as each container file tells its own tensors.
 """
 
@@ -19,6 +19,7 @@ from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
+from neuzip.formats.records import TernaryRecord
 from neuzip.runtime.read import read_tensors
 
 GROUP = 256 << 20
@@ -79,3 +80,8 @@ def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
         left -= tensor.info.nbytes
     if group:
         yield group
+
+
+def ternary_count(source: FolderSource) -> int:
+    """How many tensors are stored ternary."""
+    return sum(isinstance(source.resolve(t).record, TernaryRecord) for t in source.tensors())

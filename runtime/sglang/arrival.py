@@ -1,9 +1,9 @@
 """Weights that are packed as soon as all of their parts have come, so that no dense model exists as a whole.
 
 SGLang makes a model with all of its parameters, and then calls the `weight_loader` of each for one tensor of
-the checkpoint after the other. Here the parameter is on the meta device and takes no memory. Its loader makes a
-dense one when the first tensor comes, has SGLang's own loader fill it, and packs it when each of its values has
-been written: three tensors for qkv_proj. With tensor parallelism each rank packs the part that it keeps.
+the checkpoint after the other. Here the parameter is on the meta device and takes no memory. Its loader makes
+a dense one when the first tensor comes, has SGLang's own loader fill it, and packs it when each of its values
+has been written: three tensors for qkv_proj. With tensor parallelism each rank packs the part that it keeps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from neuzip.kernels.packed_linear.held import hold
 from neuzip.runtime.sglang.versions import SglangRefusal
 from neuzip.runtime.weights import PackedWeight
 
@@ -26,7 +27,7 @@ class ArrivingWeight:
     """
 
     def __init__(
-        self, layer: torch.nn.Module, loader: Callable[..., Any], attributes: dict[str, Any], exact: bool
+        self, layer: Any, loader: Callable[..., Any], attributes: dict[str, Any], exact: bool
     ) -> None:
         self._layer, self._loader, self._attributes, self._exact = layer, loader, attributes, exact
         self._device = torch.empty(0).device  # SGLang makes a model with its device as torch's default
@@ -36,7 +37,7 @@ class ArrivingWeight:
         """The weight, from when all of it has come."""
 
         self.is_closed = False
-        """Whether the model is loaded. From then on nothing may come: CUDA graphs hold the weight's addresses."""
+        """Whether the model is loaded. CUDA graphs hold the weight's addresses from then on."""
 
     def __call__(self, parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
         """Take one tensor of the checkpoint, as SGLang's loader does. Raises SglangRefusal after loading."""
@@ -93,6 +94,7 @@ def finish(layer: Any) -> None:
         )
     arriving.is_closed = True
     layer.weight = arriving.packed
+    layer.register_buffer("neuzip_id", hold(layer.weight.packed), persistent=False)
 
 
 def fill_padding(layer: Any, dense: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ def _decoded(files: list[str]) -> Iterator[tuple[str, Any]]:
     import torch
     from tqdm import tqdm
 
-    from neuzip.runtime.weight_files import decoded_tensors, opened
+    from neuzip.runtime.weight_files import decoded_tensors, opened, ternary_count
 
     place = torch.device("cpu")
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # a rank of SGLang on a GPU has set it
@@ -108,19 +108,22 @@ def _decoded(files: list[str]) -> Iterator[tuple[str, Any]]:
     with (
         opened(files) as source,
         tqdm(
-        desc="Decoding compressed weights",
-        total=sum(tensor.info.nbytes for tensor in source.tensors()),
-        unit="B",
-        unit_scale=True,
-        disable=is_quiet,
-    ) as progress:
+            desc="Decoding compressed weights",
+            total=sum(tensor.info.nbytes for tensor in source.tensors()),
+            unit="B",
+            unit_scale=True,
+            disable=is_quiet,
+        ) as progress,
+    ):
+        if ternary := ternary_count(source):
+            logger.info("neuzip: %d ternary tensors are decoded; inputs are not quantized", ternary)
         for name, tensor in decoded_tensors(source, place):
             progress.update(tensor.nbytes)
             yield name, tensor
 
 
 def _require_hooks() -> None:
-    """Raise SglangRefusal if SGLang did not apply a hook to its iterators: it would load streams as weights."""
+    """Raise SglangRefusal if an iterator of SGLang lacks its hook: it would load streams as weights."""
     for target in weight_iterators():
         module, _, name = target.rpartition(".")
         if getattr(import_module(module), name).__dict__.get("__wrapped__") is None:

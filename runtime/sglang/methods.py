@@ -2,15 +2,16 @@
 
 They are no subclasses of SGLang's unquantized methods: SGLang gives the weights of those to kernels that read
 their bytes. `layer.weight` is a PackedWeight, which is a tensor of the dense weight's shape and dtype: what
-SGLang computes with it in other ways, it decodes.
+SGLang computes with it in other ways, it decodes. The methods themselves use the operators of
+`neuzip.kernels.packed_linear.held`, so a compiled graph contains nothing of the weights' values.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.utils import set_weight_attrs
@@ -48,6 +49,7 @@ def create_packed(
     loader = ArrivingWeight(layer, attributes.pop("weight_loader"), attributes, exact)
     set_weight_attrs(weight, {**attributes, "weight_loader": loader})
     layer.register_parameter("weight", weight)
+    layer.neuzip_rows, layer.neuzip_columns, layer.neuzip_dtype = rows, columns, dtype
 
 
 class PackedLinearMethod(LinearMethodBase):
@@ -78,7 +80,19 @@ class PackedLinearMethod(LinearMethodBase):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x @ weight.T + bias, [..., in] to [..., out]."""
-        return F.linear(x, layer.weight, bias)
+        if not self.exact:
+            return torch.ops.neuzip.held_linear(x, bias, layer.neuzip_id, layer.neuzip_rows)
+        return self._exact_product(x, self._decoded(layer, x), bias)
+
+    def _decoded(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.neuzip.held_decode(x, layer.neuzip_id, layer.neuzip_rows)
+
+    def _exact_product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The product that SGLang computes with a dense weight."""
+        dense: Any = SimpleNamespace(weight=weight)
+        return UnquantizedLinearMethod().apply(dense, x, bias)
 
 
 class PackedEmbeddingMethod(PackedLinearMethod):
@@ -86,4 +100,10 @@ class PackedEmbeddingMethod(PackedLinearMethod):
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
         """The rows of the weight that `input_` names, [*input_.shape, in]."""
-        return F.embedding(input_, layer.weight)
+        return torch.ops.neuzip.held_rows(input_, layer.neuzip_id, layer.neuzip_columns, layer.neuzip_dtype)
+
+    def _exact_product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The logits that SGLang computes with a dense weight, to which it adds no bias."""
+        return torch.matmul(x.to(weight.dtype), weight.T)

@@ -1,7 +1,7 @@
 """The entry point `sglang.srt.plugins`, which SGLang calls in every process of every start.
 
-It imports nothing that SGLang does not import anyway. All else, the check of SGLang's version too, waits until
-a start asks for neuzip: see `hooks` and `quantization`.
+It imports nothing that SGLang does not import anyway. All else, the check of SGLang's version too, waits
+until a start asks for neuzip: see `hooks` and `quantization`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SGLang's quantization config of the name "neuzip": large matrices are packed, and other layers are SGLang's.
+"""SGLang's quantization config of the name "neuzip": large matrices are packed, other layers are SGLang's.
 
 SGLang makes one for `--quantization neuzip`, and where a config.json asks for the residency "packed". A dense
 model has none, see `hooks`.

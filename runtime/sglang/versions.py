@@ -31,7 +31,8 @@ def require_supported() -> None:
     installed = version("sglang")
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", installed)
     if match is None or not OLDEST <= tuple(map(int, match.groups())) <= NEWEST:
+        wanted = supported_versions()
         raise SglangRefusal(
-            f"neuzip supports SGLang {supported_versions()}, and this is SGLang {installed}",
-            f'run `pip install "sglang{supported_versions()}"`, or restore the folder with `neuzip decompress`',
+            f"neuzip supports SGLang {wanted}, and this is SGLang {installed}",
+            f'run `pip install "sglang{wanted}"`, or restore the folder with `neuzip decompress`',
         )

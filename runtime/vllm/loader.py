@@ -87,7 +87,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         require_all_loaded(model, loaded_weights, self._names)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        from neuzip.runtime.vllm.container import is_container_file
+        from neuzip.runtime.weight_files import is_container_file
 
         folder, files, is_safetensors, *_ = self._prepare_weights(
             source.model_or_path,
@@ -106,7 +106,7 @@ class NeuzipModelLoader(DefaultModelLoader):
             yield name, tensor
 
     def _decoded(self, files: list[str], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        from neuzip.runtime.vllm.container import decoded_tensors, opened, ternary_count
+        from neuzip.runtime.weight_files import decoded_tensors, opened, ternary_count
 
         if self.counter_before_loading_weights == 0.0:
             self.counter_before_loading_weights = time.perf_counter()
