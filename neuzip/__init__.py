@@ -178,8 +178,13 @@ def _register_with_tensor_parallelism_of_diffusers() -> None:
     import_module("neuzip.runtime.diffusers.patches").refuse_tensor_parallel_loads()
 
 
+def _register_with_adapters_of_diffusers() -> None:
+    import_module("neuzip.runtime.diffusers.patches").refuse_fusing()
+
+
 _REGISTER = {
     "diffusers.hooks.tensor_parallel": _register_with_tensor_parallelism_of_diffusers,
+    "diffusers.loaders.peft": _register_with_adapters_of_diffusers,
     "diffusers.models.modeling_utils": _register_with_diffusers,
     "transformers.configuration_utils": _register_config,
     "transformers.modeling_utils": _register_quantizer_and_attention,

@@ -26,6 +26,13 @@ OBJECTS: Mapping[str, Keys] = {
         loss           : Loss or null - what rounding did; null if nothing was lost, and in a dry run
         note           : string - why this scheme was chosen, if the choice may surprise; else empty
     """),
+    "Component": keys_of("""
+        name           : string - folder of the component, `.` for the top
+        schemes        : map of integer - number of tensors by scheme
+        original_bytes : integer [bytes] - size of its tensors before
+        stored_bytes   : integer or null [bytes] - size after, without headers; predicted in a dry run, null
+        | if unknown
+    """),
     "RestoredTensor": keys_of("""
         file           : string - weight file
         name           : string - name of the tensor
@@ -154,6 +161,8 @@ COMMANDS: Mapping[str, Keys] = {
         warnings            : list of string - warnings
         private_files       : list of string - files that look private by their names
         tensors             : list of CompressedTensor - each tensor
+        components          : list of Component - each folder with weights, of a pipeline; empty if all
+        | weights are in one folder
         target              : Target or null - result of --max-kld, --max-ppl-increase or --target-size
         attention           : Calibration or null - the choice of --attention
         base                : string or null - path of the base of a delta

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.cli.output import Output
+from neuzip.cli.show.components import Component, components, show_components
 from neuzip.cli.show.schemes import legend, scheme_text
 from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 
@@ -35,6 +36,7 @@ def compression_json(
     weights: int,
     lossless: bool | None,
     tensors: Sequence[object],
+    components: Sequence[Component],
     private_files: Sequence[str],
     more: Mapping[str, object],
     seconds: float | None = None,
@@ -68,6 +70,7 @@ def compression_json(
         "warnings": warnings,
         "private_files": private_files,
         "tensors": tensors,
+        "components": components,
         **further,
         **more,
     }
@@ -81,7 +84,7 @@ def planned_json(tensors: Sequence[PlannedTensor]) -> list[dict[str, object]]:
             "name": t.tensor.name,
             "dtype": t.tensor.info.dtype,
             "shape": t.tensor.info.shape,
-            "scheme": "alias" if t.alias_of is not None else str(t.scheme),
+            "scheme": _scheme_of(t),
             "original_bytes": t.tensor.info.nbytes,
             "stored_bytes": t.predicted,
             "loss": None,
@@ -89,6 +92,15 @@ def planned_json(tensors: Sequence[PlannedTensor]) -> list[dict[str, object]]:
         }
         for t in tensors
     ]
+
+
+def planned_components(tensors: Sequence[PlannedTensor]) -> list[Component]:
+    """The components of a pipeline before it is compressed."""
+    return components((t.tensor.file, _scheme_of(t), t.tensor.info.nbytes, t.predicted) for t in tensors)
+
+
+def _scheme_of(tensor: PlannedTensor) -> str:
+    return "alias" if tensor.alias_of is not None else str(tensor.scheme)
 
 
 def alike(tensors: Sequence[PlannedTensor]) -> dict[tuple[str, ...], list[PlannedTensor]]:
@@ -133,6 +145,8 @@ def show_report(
     page      address of what was pushed, if nothing stayed on this machine
     """
     _show_resumed_and_notes(out, report)
+    parts = components((t.file, t.scheme, t.original_bytes, t.stored_bytes) for t in report.tensors)
+    show_components(out, parts)
     out.table(
         ["", "before", "after", "ratio", "bits/weight"],
         [
@@ -159,7 +173,7 @@ def show_report(
             dry_run=False, src=report.src, dst=report.dst, original_bytes=report.original_bytes,
             stored_bytes=report.stored_bytes, weight_bytes=report.weight_bytes,
             stored_weight_bytes=report.stored_weight_bytes, weights=report.weights,
-            lossless=not is_lossy and not dropped, tensors=report.tensors,
+            lossless=not is_lossy and not dropped, tensors=report.tensors, components=parts,
             private_files=report.private_files, seconds=report.seconds, device=report.device,
             resumed_files=report.resumed_files, warnings=report.warnings, more=more,
         ),
@@ -225,6 +239,8 @@ def show_plan(
     if len(rows) < len(plan.tensors):
         out.text("* is any number: tensors of one kind share a row, and --json lists every tensor")
     show_notes(out, plan.tensors)
+    parts = planned_components(plan.tensors)
+    show_components(out, parts)
     for name, before, after in (
         ("weights", plan.weight_bytes, predicted_weights), ("all files", plan.original_bytes, predicted),
     ):  # fmt: skip
@@ -235,7 +251,7 @@ def show_plan(
             dry_run=True, src=path, dst=dst, original_bytes=plan.original_bytes, stored_bytes=predicted,
             weight_bytes=plan.weight_bytes, stored_weight_bytes=predicted_weights, weights=plan.weights,
             lossless=rounds_nothing(plan.tensors), tensors=planned_json(plan.tensors),
-            private_files=list(private), more=more,
+            components=parts, private_files=list(private), more=more,
         ),
         quiet=[predicted],
     )  # fmt: skip

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from neuzip.cli.compressing.options import CompressOptions
 from neuzip.cli.output import Output
-from neuzip.cli.show.compression import PLAN_SPARE, alike, compression_json, planned_json, show_notes
+from neuzip.cli.show.components import show_components
+from neuzip.cli.show.compression import (
+    PLAN_SPARE,
+    alike,
+    compression_json,
+    planned_components,
+    planned_json,
+    show_notes,
+)
 from neuzip.cli.show.schemes import legend
 from neuzip.cli.text import bytes_text
 
@@ -28,6 +36,8 @@ def show_stream_plan(out: Output, plan: StreamPlan, options: CompressOptions) ->
     for line in legend(str(t.scheme) for t in plan.tensors):
         out.text(line)
     show_notes(out, plan.tensors)
+    parts = planned_components(plan.tensors)
+    show_components(out, parts)
     private = private_files(plan.source.checkpoint)
     for line in listed(private):
         out.warning(f"looks private: {line}")
@@ -43,7 +53,7 @@ def show_stream_plan(out: Output, plan: StreamPlan, options: CompressOptions) ->
             original_bytes=plan.original_bytes, stored_bytes=None, weight_bytes=plan.weight_file_bytes,
             stored_weight_bytes=None, weights=sum(t.tensor.info.numel for t in plan.tensors),
             lossless=rounds_nothing(plan.tensors), tensors=planned_json(plan.tensors),
-            private_files=list(private),
+            components=parts, private_files=list(private),
             more={"stream": {"commit": plan.remote.commit, "most_of_source": most}},
         ),
         quiet=[most],

@@ -52,9 +52,9 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     if _on_gpu(weight):
         from neuzip.kernels.packed_linear.triton import pack as triton_pack
 
-        packed = triton_pack.pack(weight)
-        first_use.check_packing(weight, packed)
-        return packed
+        on_gpu = triton_pack.pack(weight)
+        first_use.check_packing(weight, on_gpu)
+        return on_gpu
     packed = reference.pack(weight.view(torch.int16).numpy().view("u2"), fmt=fmt)
     starts = packed.row_start
     row_start = torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts)

@@ -2,8 +2,9 @@
 
 diffusers lets a quantizer change parameters, but not how files are read. `register` therefore replaces the
 function that reads a config, the one that reads a file of weights, and the one that finds the shards of a
-folder; `save_pretrained` of models; and, for a clear error, a check before a tensor-parallel load. All are
-replaced once and for good. `neuzip/__init__.py` calls `register` when diffusers is imported.
+folder; `save_pretrained` of models; and, for clear errors, a check before a tensor-parallel load and the
+function that fuses adapters. All are replaced once and for good, by `neuzip/__init__.py`, when diffusers is
+imported.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from neuzip.runtime.diffusers.reading import (
     without_section,
 )
 
-OLDEST = "0.36.0"
+OLDEST = "0.39.0"
 """The oldest version of diffusers that neuzip is tested with."""
 
 NEEDED = {
     "diffusers.configuration_utils": ("ConfigMixin.load_config",),
     "diffusers.models.model_loading_utils": ("load_state_dict",),
     "diffusers.models.modeling_utils": ("ModelMixin.save_pretrained", "_get_checkpoint_shard_files"),
+    "diffusers.quantizers.base": ("DiffusersQuantizer.get_state_dict_and_metadata",),
     "diffusers.quantizers.auto": ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"),
 }
 """Modules of diffusers, and the names in them that are replaced or added to."""
@@ -93,7 +95,7 @@ def _register(config_class: type) -> None:
     loading = import_module("diffusers.models.model_loading_utils")
     models = import_module("diffusers.models.modeling_utils")
     auto = import_module("diffusers.quantizers.auto")
-    _replace_everywhere(loading.load_state_dict, decoding(loading.load_state_dict))
+    _replace_everywhere("load_state_dict", loading.load_state_dict, decoding(loading.load_state_dict))
     _replace(models, "_get_checkpoint_shard_files", with_tensor_names)
     _replace(models.ModelMixin, "save_pretrained", as_container)
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = config_class
@@ -107,6 +109,30 @@ def refuse_tensor_parallel_loads() -> None:
         _replace(parallel, "_check_tp_weights_format", refusing_slices)
 
 
+def refuse_fusing() -> None:
+    """Raise NeuzipError when adapters are to be added to compressed weights, before any has been."""
+    with _registering:
+        mixin = import_module("diffusers.loaders.peft").PeftAdapterMixin
+        _replace(mixin, "fuse_lora", not_into_compressed)
+
+
+def not_into_compressed(fuse: Callable[..., Any]) -> Callable[..., Any]:
+    """`fuse_lora` of models whose weights are dense."""
+
+    @wraps(fuse)
+    def fuse_lora(self: Any, *arguments: Any, **options: Any) -> Any:
+        from neuzip.runtime.residency import is_compressed
+
+        if any(map(is_compressed, self.parameters())):
+            raise NeuzipError(
+                f"fuse_lora would change compressed weights of {type(self).__name__}, which are frozen",
+                "use the adapter without fusing it, or load the model dense",
+            )
+        return fuse(self, *arguments, **options)
+
+    return fuse_lora
+
+
 def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
     """Put a changed function in the place of one; a class method stays one."""
     function = inspect.getattr_static(owner, name, None)
@@ -116,11 +142,11 @@ def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
         setattr(owner, name, change(function))
 
 
-def _replace_everywhere(old: Any, new: Any) -> None:
+def _replace_everywhere(function: str, old: Any, new: Any) -> None:
     """Put a function in the place of another in all modules of diffusers that have imported it."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "diffusers" and vars(module).get(old.__name__) is old:
-            setattr(module, old.__name__, new)
+        if name.partition(".")[0] == "diffusers" and vars(module).get(function) is old:
+            setattr(module, function, new)
 
 
 def make_quantizer(config: Any, **options: Any) -> Any:

@@ -100,7 +100,8 @@ class NeuzipDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         path, _dot, name = param_name.rpartition(".")
         arrived = param_value.to(target_device)
         parameter = compress(arrived, self._uses[param_name], self.residency)
-        model.get_submodule(path)._parameters[name] = parameter.requires_grad_(False)
+        parameter.requires_grad = False
+        model.get_submodule(path)._parameters[name] = parameter
 
     def _process_model_after_weight_loading(self, model: Any, **_: object) -> None:
         """Take the config out of the model's: a residency is no part of a checkpoint."""
@@ -140,7 +141,7 @@ class DecodedWhenWritten(torch.Tensor):
         tensor.weight = weight
         return tensor
 
-    def contiguous(self, *_: object, **__: object) -> torch.Tensor:  # type: ignore[override]
+    def contiguous(self, *_: object, **__: object) -> torch.Tensor:
         """The values."""
         dense: torch.Tensor = self.weight.dense().cpu().contiguous()
         return dense

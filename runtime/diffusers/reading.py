@@ -20,6 +20,9 @@ from neuzip.errors import FormatError, NeuzipError
 METHOD = "neuzip"
 """The `quant_method` of a compressed folder's config.json."""
 
+SECTION = "quantization_config"
+"""Where config.json says that neuzip compressed the weights."""
+
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<variant>\.[^.]+)?\.safetensors\Z")
 
 
@@ -38,7 +41,7 @@ def without_section(load_config: Callable[..., Any]) -> Callable[..., Any]:
 
 def original_config(config: Any) -> Any:
     """A config as it was before compression. Raises FormatError for a later format of neuzip."""
-    section = config.get("quantization_config") if isinstance(config, dict) else None
+    section = config.get(SECTION) if isinstance(config, dict) else None
     if not isinstance(section, dict) or section.get("quant_method") != METHOD:
         return config
     from neuzip.formats.checkpoint import WEIGHTS_KEY
@@ -48,7 +51,7 @@ def original_config(config: Any) -> Any:
     if version != VERSION or type(version) is not int:
         raise FormatError(
             "config.json", f"format version {version!r}; this neuzip reads version {VERSION}",
-            field="quantization_config", hint="update neuzip to read it",
+            field=SECTION, hint="update neuzip to read it",
         )  # fmt: skip
     original = {name: value for name, value in config.items() if name not in (SECTION, WEIGHTS_KEY)}
     if "original" in section:
@@ -56,10 +59,6 @@ def original_config(config: Any) -> Any:
     if WEIGHTS_KEY in section:
         original[WEIGHTS_KEY] = section[WEIGHTS_KEY]
     return original
-
-
-SECTION = "quantization_config"
-"""Where config.json says that neuzip compressed the weights."""
 
 
 def decoding(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +102,7 @@ def with_tensor_names(find_shards: Callable[..., Any]) -> Callable[..., Any]:
         from neuzip.runtime.load_file import safe_open
 
         files = with_shards_of_no_stream(files)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for file in files:
             with safe_open(file, "pt") as opened:
                 weight_map |= dict.fromkeys(opened.keys(), Path(file).name)

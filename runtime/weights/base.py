@@ -79,14 +79,14 @@ class CompressedWeight(torch.Tensor):
     looks_up_rows: ClassVar[bool] = False
     """Whether `w[indices]` decodes the rows it names and no others."""
 
-    def __new__(cls: type[Self], weight: Self, requires_grad: bool = False) -> Self:
+    def __new__(cls: type[Self], weight: torch.Tensor, requires_grad: bool = False) -> Self:
         """A weight again, as `nn.Parameter` makes it: libraries call the class of a parameter so.
 
         accelerate does for the meta tensor that marks where a weight of host memory belongs: it gets an
         ordinary parameter.
         """
         if not isinstance(weight, cls):
-            if isinstance(weight, torch.Tensor) and weight.is_meta:
+            if getattr(weight, "is_meta", False):
                 return torch.nn.Parameter(weight, requires_grad)  # type: ignore[return-value]
             raise TypeError(f"{cls.__name__}(...) takes one; {cls.__name__}.of(...) compresses a tensor")
         parameter: Any = weight.detach().requires_grad_(requires_grad)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 CORE = Path(__file__).resolve().parents[2] / "runtime"
-ABOVE = {"hf", "decode"}
-"""Packages that build on the core and import transformers."""
+ABOVE = {"diffusers", "hf", "decode"}
+"""Packages that build on the core and import an engine."""
 
 MODULES = sorted(
     ".".join(("neuzip.runtime", *path.relative_to(CORE).with_suffix("").parts)).removesuffix(".__init__")
@@ -24,7 +24,7 @@ from importlib import import_module
 
 for name in sys.argv[1:]:
     import_module(name)
-    above = {"transformers", "neuzip.runtime.hf", "neuzip.runtime.decode"} & {*sys.modules}
+    above = {"diffusers", "transformers", "neuzip.runtime.hf", "neuzip.runtime.decode"} & {*sys.modules}
     assert not above, f"{name} imports {above}"
 """
 
