@@ -1,4 +1,4 @@
-"""SGLang in this process, on a CPU: its model runner without its scheduler, as its own benchmark starts it."""
+"""SGLang in this process, on a CPU: its model runner without its scheduler, as its benchmark starts it."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ class Runner:
         self._bench = one_batch
         self._runner, self.tokenizer = one_batch.load_model(arguments, PortArgs.init_new(arguments), 0, 0)
 
+    def stop(self) -> None:
+        """End the process group that SGLang has made."""
+        from sglang.srt.distributed.parallel_state import (
+            destroy_distributed_environment,
+            destroy_model_parallel,
+        )
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
     @property
     def model(self) -> torch.nn.Module:
         """The model of the folder with which SGLang was started."""
@@ -52,13 +62,11 @@ class Runner:
         config = ModelConfig(
             str(folder), dtype="bfloat16", quantization=quantization, model_override_args=overrides
         )
-        return get_model(
-            model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
-        )
+        return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
 
     @torch.no_grad()
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
-        """The logits after all but the last token of PROMPTS, [prompts, vocabulary], as SGLang computes them."""
+        """SGLang's logits after all but the last token of PROMPTS, [prompts, vocabulary]."""
         runner = self._runner.torch_runner
         own, runner.model = runner.model, model
         try:
@@ -73,3 +81,16 @@ class Runner:
 
         arguments = SimpleNamespace(batch_size=[1], cut_len=-1, output_len=[1])
         return self._bench.prepare_inputs_for_correctness_test(arguments, self.tokenizer, [prompt])[1][0]
+
+
+def new_checkpoint(folder: Path, vocabulary: int, tied: bool) -> Path:
+    """A Llama of two layers and 256 channels with random weights, in one file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(vocabulary)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=tied, dtype="bfloat16",
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
