@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,20 +116,22 @@ def test_tied_and_padded_embeddings_are_packed_once_without_rows_of_zeros(runner
 
 
 def test_the_dense_model_never_exists_as_a_whole(runner: Runner, tied: Path) -> None:
-    from neuzip.runtime.sglang import arrival
+    from neuzip.runtime.sglang import arrival, methods
 
+    weights: list[arrival.ArrivingWeight] = []
     alive: list[int] = []
-    original = arrival.ArrivingWeight._pack
 
-    def counted(weight: arrival.ArrivingWeight, dense: torch.Tensor) -> None:
-        import gc
+    class Counted(arrival.ArrivingWeight):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            weights.append(self)
 
-        waiting = [w for w in gc.get_objects() if isinstance(w, arrival.ArrivingWeight)]
-        alive.append(sum(w._dense is not None for w in waiting))
-        original(weight, dense)
+        def _pack(self, dense: torch.Tensor) -> None:
+            alive.append(sum(weight._dense is not None for weight in weights))
+            super()._pack(dense)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrival.ArrivingWeight, "_pack", counted)
+        patch.setattr(methods, "ArrivingWeight", Counted)
         runner.load(tied, "neuzip")
     # SGLang sorts the tensors of a file by name: gate_proj and down_proj are there before up_proj.
     assert len(alive) == 9 and max(alive) <= 2
