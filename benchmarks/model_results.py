@@ -33,7 +33,14 @@ DFLOAT11, ERROR, SAME = "decode, batch 1, of DFloat11's bound", "error of logits
 SPREAD = "tokens on two GPUs as on one"
 GENERATED, GRAPHED = "wikilm-26m, generate: original's tokens", "wikilm-26m, graph: original's tokens"
 GENERATED_TIES, GRAPHED_TIES = "wikilm-26m, generate: same or tied", "wikilm-26m, graph: same or tied"
+SERVED_AGREE = "served greedy tokens: bf16's or tied"
+SERVED_FIRST, SERVED_REQUESTS = "served time to first token", "served requests/s"
 TARGETS = {
+    (SERVED_AGREE, "packed"): Target(1.0),
+    ("served tokens/s, 1 sequence", "packed"): Target(1.15),
+    ("served tokens/s, 128 sequences", "packed"): Target(0.97),
+    (SERVED_FIRST, "packed"): Target(1.05, most=True),
+    (SERVED_REQUESTS + ", scarce room", "packed"): Target(1.3),
     (DECODE, "dense"): Target(1.0),
     **{(what, "packed"): Target(1.15, 1.3) for what in (DECODE, DECODE + COMPILED)},
     (DECODE, "rounded"): Target(1.6, 2.0),

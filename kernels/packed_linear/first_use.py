@@ -17,7 +17,7 @@ import torch
 from neuzip.kernels.device.first_use import check_first_use
 from neuzip.kernels.float_fields.values import to_float64
 from neuzip.kernels.packed_linear import reference
-from neuzip.kernels.packed_linear.form import TILE_ROWS, ExponentWindow, Packed
+from neuzip.kernels.packed_linear.form import FEW_ESCAPES, TILE_ROWS, ExponentWindow, Packed
 from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
 
 PACKING = "packing weights"
@@ -91,11 +91,12 @@ def tile_of(packed: PackedTensor, number: int) -> Packed:
     far_start, far_count = int(far_index[0, 0, 1]), _bits_set(far_index[..., 0])
     escapes = packed.escapes[int(starts[0]) : int(starts[-1])]
     far_index[..., 1] -= np.uint32(far_start)
+    starts = (starts - starts[0]).astype(np.uint16 if escapes.numel() <= FEW_ESCAPES else np.int32)
     return Packed(
         (stop - first, packed.shape[1]), packed.low_bits,
         ExponentWindow(packed.base, packed.shift, format_of(packed.dtype)),
         _numbers(packed.words[number : number + 1]), far_index,
-        _numbers(packed.far_words[far_start : far_start + far_count]), starts - starts[0], _numbers(escapes),
+        _numbers(packed.far_words[far_start : far_start + far_count]), starts, _numbers(escapes),
     )  # fmt: skip
 
 

@@ -35,10 +35,11 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.safetensors_file import DTYPE_BITS
 from neuzip.kernels.rans.triton import encode as triton_encode
+from neuzip.runtime import residency
 from neuzip.runtime.decode.agreement import agreement
 from neuzip.runtime.dtypes import TORCH_DTYPES
 from neuzip.runtime.hf import config as config_module
-from neuzip.runtime.hf import load, residency, stored_tensors
+from neuzip.runtime.hf import load, stored_tensors
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.runtime.read import load_state_dict, read_tensor, read_tensors
