@@ -5,8 +5,11 @@ All of it runs on a CPU with SGLang's own code: plugins, config, loader, layers,
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
+import pkgutil
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,10 +179,6 @@ def test_weights_that_were_quantized_before_are_served_as_what_they_were() -> No
         ({"version": 99}, None, "format version 99"),
         ({"version": True}, None, "format version True"),
         ({"version": 1}, {"sglang": {"residency": "ans"}}, "'ans' is no residency in SGLang"),
-        ({"version": 1}, {"sglang": {"residence": "packed"}}, "no key 'residence'"),
-        ({"version": 1}, {"sglang": {"exact": True}}, "`exact` has no effect"),
-        ({"version": 1}, {"sglang": {"residency": "packed", "exact": 1}}, "neither true nor false"),
-        ({"version": 1}, {"sglang": "packed"}, "is not an object"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
@@ -222,6 +221,32 @@ def test_compressed_and_plain_files_together_are_refused(tied: Path, tmp_path: P
     files = [str(tied / "model.safetensors"), str(tmp_path / "model.nz" / "model.safetensors")]
     with pytest.raises(SglangRefusal, match="is not compressed, and other weight files beside it are"):
         decoded_weights(lambda files: iter(()), files)
+
+
+def test_every_name_of_sglang_that_we_use_exists() -> None:
+    from neuzip.runtime.sglang import hooks
+
+    targets = [hooks.CONFIG, *hooks.weight_iterators()]
+    for file in Path(hooks.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
+                targets += [f"{node.module}.{alias.name}" for alias in node.names]
+    assert len(targets) > 12
+    for target in targets:
+        pkgutil.resolve_name(target)
+    for iterator in hooks.weight_iterators():
+        first = next(iter(inspect.signature(pkgutil.resolve_name(iterator)).parameters))
+        assert first == "hf_weights_files", iterator
+    # Whatever opens .safetensors files for SGLang's loaders has a hook.
+    opening = {name for name in vars(weight_utils()) if name.endswith("safetensors_weights_iterator")}
+    hooked = {target.rpartition(".")[2] for target in hooks.weight_iterators()}
+    assert opening | {"instanttensor_weights_iterator"} >= hooked >= opening
+
+
+def weight_utils() -> Any:
+    from sglang.srt.model_loader import weight_utils
+
+    return weight_utils
 
 
 def test_the_command_line_offers_the_quantization(runner: Runner) -> None:
