@@ -19,7 +19,7 @@ ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
 FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
          .typing/neuzip/choices.py .typing/neuzip/distribution.py \
-         .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
+         .typing/neuzip/errors.py .typing/neuzip/installation.py .typing/neuzip/models.py .typing/neuzip/py.typed
 SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py) $(ROOMS:%=%/*/*/*.py))
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
