@@ -4,12 +4,15 @@ vLLM checks little of a quantized model. What is checked here:
 
 * a packed layer has as many values as its shape says (vLLM counts them while they come);
 * every other parameter is one of those that the model's `load_weights` returned;
-* of a parameter that several tensors make up, such as qkv_proj, all tensors came.
+* of a parameter that several tensors make up, such as qkv_proj, all tensors came;
+* all experts of a layer have the same tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 from vllm.logger import init_logger
@@ -22,6 +25,8 @@ from neuzip.runtime.vllm.versions import VllmRefusal
 
 logger = init_logger("vllm.neuzip")
 
+_EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<number>\d+)(?P<after>\..*)")
+
 SHOWN = 5
 """Names of missing tensors in an error, at most."""
 
@@ -32,7 +37,7 @@ def require_all_loaded(model: nn.Module, loaded: set[str] | None, names: set[str
     `loaded` are the parameters that `load_weights` filled, None if the model does not say; `names` are the
     tensors of the checkpoint that it was given.
     """
-    missing = sorted({*_incomplete_layers(model), *_missing_parts(model, names)})
+    missing = sorted({*_incomplete_layers(model), *_missing_parts(model, names), *missing_experts(names)})
     if loaded is not None:
         missing += sorted(set(_unfilled(model, loaded)) - set(missing))
     else:
@@ -57,9 +62,7 @@ def _incomplete_layers(model: nn.Module) -> Iterator[str]:
 
 def _unfilled(model: nn.Module, loaded: set[str]) -> Iterator[str]:
     """The parameters that vLLM has to be given and was not."""
-    tied = {
-        f"{prefix}." for prefix, m in model.named_modules() if getattr(m, "neuzip_tied", None) is not None
-    }
+    filled = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in loaded}
     for prefix, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, PackedWeightMethod | BaseKVCacheMethod):
@@ -68,7 +71,7 @@ def _unfilled(model: nn.Module, loaded: set[str]) -> Iterator[str]:
         if method is not None and not isinstance(layer, LinearBase | VocabParallelEmbedding):
             continue
         for name, parameter in layer.named_parameters(prefix, recurse=False):
-            if name not in loaded and parameter.numel() and not name.startswith(tuple(tied)):
+            if id(parameter) not in filled and parameter.numel():  # which may be tied to one of another name
                 yield name
 
 
@@ -82,3 +85,21 @@ def _missing_parts(model: nn.Module, names: set[str]) -> Iterator[str]:
         parts = [f"{before}.{part}.weight" for part in fused.get(last, ())]
         if any(part in known for part in parts):
             yield from (part for part in parts if part not in known)
+
+
+def missing_experts(names: Iterable[str]) -> list[str]:
+    """The tensors that some experts of a layer lack, and others have.
+
+    >>> missing_experts(["0.experts.0.up", "0.experts.1.up", "0.experts.1.down", "norm"])
+    ['0.experts.0.down']
+    """
+    experts: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for match in filter(None, map(_EXPERT.fullmatch, names)):
+        experts[match["before"]][match["number"]].add(match["after"])
+    return [
+        f"{before}{number}{after}"
+        for before, numbers in experts.items()
+        for after in sorted(set().union(*numbers.values()))
+        for number, endings in numbers.items()
+        if after not in endings
+    ]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from neuzip.formats.manifest import VERSION
 from neuzip.runtime.vllm.options import ENTRY, SECTION, ServingOptions, checked, serving_options
 from neuzip.runtime.vllm.versions import VllmRefusal, require_supported
 
@@ -37,6 +36,8 @@ class VllmConfigOfNeuzip(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VllmConfigOfNeuzip:
         """The config of a compressed folder. Raises VllmRefusal for one that vLLM cannot serve."""
+        from neuzip.formats.manifest import VERSION
+
         version, original = config.get("version"), config.get("original")
         if version != VERSION or type(version) is not int:
             raise VllmRefusal(

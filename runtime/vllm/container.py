@@ -1,7 +1,7 @@
 """The tensors of a compressed folder for vLLM: decoded a few at a time, in the order of the files.
 
-vLLM downloads only the root of a Hub repository: the .safetensors files and the .json files. Nothing else is
-needed here, as each container file tells its own tensors.
+Only the weight files are needed, as each container tells its own tensors: vLLM downloads files of a Hub
+repository by patterns, and which ones of the folder neuzip/ come is up to it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,17 @@ def decoded_tensors(
 def ternary_count(source: FolderSource) -> int:
     """How many tensors are stored ternary."""
     return sum(isinstance(source.resolve(t).record, TernaryRecord) for t in source.tensors())
+
+
+def head_of_its_own(source: FolderSource) -> str | None:
+    """The name of an LM head whose values are not those of the embedding; None if there is none."""
+    head, embedding = (
+        next((t for t in source.tensors() if t.name.endswith(name)), None)
+        for name in ("lm_head.weight", "embed_tokens.weight")
+    )
+    if head is None or embedding is None or head.record is None or embedding.record is None:
+        return None
+    return head.name if head.record.checksum != embedding.record.checksum else None
 
 
 def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:

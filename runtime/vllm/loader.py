@@ -11,17 +11,20 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from neuzip.runtime.vllm.versions import VllmRefusal
+
+if TYPE_CHECKING:
+    from neuzip.compress.sources.folder import FolderSource
 
 logger = init_logger("vllm.neuzip")
 
@@ -111,6 +114,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         if self.counter_before_loading_weights == 0.0:
             self.counter_before_loading_weights = time.perf_counter()
         with opened(files) as source:
+            self._require_tied(source)
             if ternary := ternary_count(source):
                 logger.info("neuzip: %d ternary tensors are decoded; inputs are not quantized", ternary)
             yield from (
@@ -118,6 +122,18 @@ class NeuzipModelLoader(DefaultModelLoader):
                 for name, tensor in decoded_tensors(
                     source, _device(), lambda name: not should_skip_weight(name, self.local_expert_ids)
                 )
+            )
+
+    def _require_tied(self, source: FolderSource) -> None:
+        """Raise VllmRefusal if vLLM would pass over an LM head. It looks for one in plain folders only."""
+        from neuzip.runtime.vllm.container import head_of_its_own
+
+        config = get_current_vllm_config().model_config.hf_config
+        name = head_of_its_own(source) if getattr(config, "tie_word_embeddings", False) else None
+        if name is not None:
+            raise VllmRefusal(
+                f"config.json says that the embeddings are tied, but {name!r} is not the embedding",
+                "add `--hf-overrides '{\"tie_word_embeddings\": false}'`",
             )
 
 

@@ -1,0 +1,210 @@
+"""vLLM on folders of unusual forms: from the Hub, tied, of experts, quantized before, with a head of its own.
+
+All starts of a process are in one program: most of a start is the import of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "support"))
+
+pytestmark = pytest.mark.engines
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+PACKED = {"additional_config": {"neuzip": {"residency": "packed"}}}
+
+PROGRAM = """
+import gc, json, sys
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+def layers(model):
+    found = {}
+    for name, layer in model.named_modules():
+        packed = getattr(layer, "neuzip_packed", None)
+        if packed is not None:
+            found[name] = [*packed.shape, packed.escapes.numel(), packed.turn_index.numel() > 0]
+    return found
+
+for folder, options in json.loads(sys.argv[1]):
+    try:
+        engine = LLM(folder, **{
+            "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True,
+            "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, **options})
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], [7, 100, 5], [42])]
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        result = {"tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                  "layers": engine.apply_model(layers)[0]}
+        del engine, outputs
+    except Exception as error:
+        result = {"error": str(error)}
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    print("RESULT", json.dumps(result), flush=True)
+"""
+
+
+def run(*starts: tuple[str | Path, dict[str, Any]], **environment: str) -> tuple[list[dict[str, Any]], str]:
+    """Start vLLM with folders and options, one after the other in one process: the results, and the log."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([(str(folder), options) for folder, options in starts])],
+        env=os.environ
+        | {
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        | environment,
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    results = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
+    assert len(results) == len(starts), done.stdout[-3000:] + done.stderr[-3000:]
+    return results, done.stdout + done.stderr
+
+
+def saved(model: Any, folder: Path, **options: Any) -> Path:
+    torch.manual_seed(1)
+    model().bfloat16().save_pretrained(folder, **options)
+    return folder
+
+
+def compressed(folder: Path) -> Path:
+    """The compressed folder beside a plain one."""
+    target = folder.with_name(f"{folder.name}.nz")
+    neuzip = Path(sys.executable).with_name("neuzip")
+    done = subprocess.run([neuzip, "compress", folder, target], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    return saved(lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), folder)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "experts"
+    return saved(lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)), folder)
+
+
+def with_own_head(folder: Path, target: Path) -> Path:
+    """A copy of a tied model with an LM head of other values, which its config.json denies."""
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir()
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def with_section(folder: Path, target: Path, change: Any) -> Path:
+    """A copy of a folder, of links, whose config.json is changed."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_tied_embeddings_and_what_config_json_says(tied: Path, tmp_path: Path) -> None:
+    small = compressed(tied)
+    packed = with_section(
+        small, tmp_path / "packed.nz", lambda config: config.update(neuzip={"vllm": {"residency": "packed"}})
+    )
+    wrong = with_section(
+        small, tmp_path / "wrong.nz", lambda config: config.update(neuzip={"vllm": {"exactly": True}})
+    )
+    before = with_section(
+        small,
+        tmp_path / "fp8.nz",
+        lambda config: config["quantization_config"].update(original={"quant_method": "fp8"}),
+    )
+    own_head = compressed(with_own_head(tied, tmp_path / "own"))
+    results, _ = run(
+        (tied, {}), (small, {}), (packed, {}), (wrong, {}), (before, {}), (own_head, {}),
+        (small, PACKED | {"dtype": "float32"}), (small, PACKED | {"cpu_offload_gb": 1}),
+    )  # fmt: skip
+    original, dense, by_file, *refused = results
+    assert dense["tokens"] == by_file["tokens"] == original["tokens"], results
+    assert dense["layers"] == {}
+    # 1,000 rows and 24 copies of the last one; the LM head has none of its own.
+    *shape, escapes, has_turns = by_file["layers"]["model.embed_tokens"]
+    assert shape == [1024, 256] and escapes < 100 and has_turns
+    assert "lm_head" not in by_file["layers"]
+    assert by_file["layers"]["model.layers.0.self_attn.qkv_proj"][:2] == [512, 256]
+    words = ["exactly", "fp8", "lm_head.weight", "dtype", "offload"]
+    for word, result in zip(words, refused, strict=True):
+        assert word in result.get("error", "no error"), results
+
+
+def test_experts_stay_dense_and_none_may_lack_a_tensor(experts: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    (lacking / "config.json").write_bytes((experts / "config.json").read_bytes())
+    tensors = load_file(experts / "model.safetensors")
+    name = next(n for n in tensors if ".1." in n and ".experts.2." in n)
+    del tensors[name]
+    save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
+    results, log = run(
+        (experts, {}), (compressed(experts), PACKED), (lacking, {"quantization": "neuzip"}),
+        (compressed(lacking), {}),
+    )  # fmt: skip
+    original, packed, *refused = results
+    assert packed["tokens"] == original["tokens"], results
+    assert "model.layers.0.self_attn.o_proj" in packed["layers"]
+    assert not any("experts" in layer for layer in packed["layers"])
+    assert log.count("experts stay dense in vLLM") == 1
+    assert all(name in result.get("error", "no error") for result in refused), results
+
+
+def test_a_compressed_repository_of_the_hub_is_served(tied: Path, tmp_path: Path) -> None:
+    from loopback_hub import hub_environment, running_hub
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = saved(
+        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+        tmp_path / "shards", max_shard_size="500KB",
+    )  # fmt: skip
+    small = compressed(model)
+    files = {str(p.relative_to(small)): p.read_bytes() for p in small.rglob("*") if p.is_file()}
+    assert sum(name.endswith(".safetensors") for name in files) > 2 and "neuzip/manifest.json" in files
+    with running_hub() as hub:
+        hub.add("org/small", files)
+        environment = hub_environment(hub.url, tmp_path / "home") | {"HF_HUB_OFFLINE": "0"}
+        (original, served, packed), _ = run(
+            (model, {}), ("org/small", {}), ("org/small", PACKED), **environment
+        )
+    assert served.get("tokens") == packed.get("tokens") == original["tokens"], (served, packed)
