@@ -12,9 +12,14 @@ import sys
 
 import pytest
 
+from neuzip.distribution import ENGINES
 from neuzip.runtime.sglang.options import SglangOptions, sglang_options
 from neuzip.runtime.sglang.plugin import register
-from neuzip.runtime.sglang.versions import SglangRefusal
+from neuzip.runtime.sglang.versions import SglangRefusal, supported_versions
+
+
+def test_the_versions_are_those_that_doctor_and_the_model_card_name() -> None:
+    assert supported_versions() == ENGINES["sglang"].versions
 
 
 def test_weights_are_dense_unless_the_section_says_packed() -> None:
