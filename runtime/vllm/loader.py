@@ -90,7 +90,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         require_all_loaded(model, loaded_weights, self._names)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        from neuzip.runtime.vllm.container import is_container_file
+        from neuzip.runtime.weight_files import is_container_file
 
         folder, files, is_safetensors, *_ = self._prepare_weights(
             source.model_or_path,
@@ -109,7 +109,7 @@ class NeuzipModelLoader(DefaultModelLoader):
             yield name, tensor
 
     def _decoded(self, files: list[str], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        from neuzip.runtime.vllm.container import decoded_tensors, opened, ternary_count
+        from neuzip.runtime.weight_files import decoded_tensors, opened, ternary_count
 
         if self.counter_before_loading_weights == 0.0:
             self.counter_before_loading_weights = time.perf_counter()
@@ -126,7 +126,7 @@ class NeuzipModelLoader(DefaultModelLoader):
 
     def _require_tied(self, source: FolderSource) -> None:
         """Raise VllmRefusal if vLLM would pass over an LM head. It looks for one in plain folders only."""
-        from neuzip.runtime.vllm.container import head_of_its_own
+        from neuzip.runtime.weight_files import head_of_its_own
 
         config = get_current_vllm_config().model_config.hf_config
         name = head_of_its_own(source) if getattr(config, "tie_word_embeddings", False) else None

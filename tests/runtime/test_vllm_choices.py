@@ -13,9 +13,9 @@ from bits import same_bits
 from safetensors.torch import save_file
 
 from neuzip.compress import compress
-from neuzip.runtime.vllm.container import decoded_tensors, head_of_its_own, opened, with_all_shards
 from neuzip.runtime.vllm.options import ServingOptions, serving_options
 from neuzip.runtime.vllm.versions import VllmRefusal, require_supported, supported_versions
+from neuzip.runtime.weight_files import decoded_tensors, head_of_its_own, opened, with_all_shards
 
 
 def test_a_compressed_folder_is_dense_and_a_plain_one_packed() -> None:

@@ -1,0 +1,88 @@
+"""What vLLM is refused, and that a start without neuzip is as without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from safetensors.torch import load_file, save_file
+from vllm_engine import NEW, TEXTS, in_other_process, residency
+from vllm_models import compressed, untied
+
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("caches")]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return untied(tmp_path_factory.mktemp("models") / "untied")
+
+
+@pytest.fixture(scope="module")
+def packable(plain: Path) -> Path:
+    return compressed(plain, plain.with_name("untied.nz"))
+
+
+def lacking(folder: Path, target: Path, tensor: str) -> Path:
+    """A copy of a checkpoint without one of its tensors."""
+    target.mkdir()
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def of_version(folder: Path, target: Path, version: int) -> Path:
+    """A compressed folder whose config.json says that it has another format version."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["version"] = version
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_refusals_say_what_is_wrong(plain: Path, packable: Path, tmp_path: Path, say):
+    """All in one process: after each refusal another start is possible."""
+    without = lacking(plain, tmp_path / "lacking", "model.layers.1.mlp.up_proj.weight")
+    without_norm = lacking(plain, tmp_path / "no-norm", "model.layers.0.input_layernorm.weight")
+    packed = residency("packed")
+    cases = [
+        (compressed(without, tmp_path / "lacking.nz"), {}, ["layers.1.mlp", "up_proj", "lacks"]),
+        (tmp_path / "lacking.nz", packed, ["layers.1.mlp", "up_proj", "lacks"]),
+        (without, {"quantization": "neuzip"}, ["layers.1.mlp", "up_proj", "lacks"]),
+        (without_norm, {"quantization": "neuzip"}, ["layers.0.input_layernorm.weight", "lacks"]),
+        (packable, residency("ans"), ["residency", "ans", "dense or packed"]),
+        (packable, residency("dense", exact=True), ["exact", "residency 'packed'"]),
+        (packable, {"additional_config": {"neuzip": {"residence": "packed"}}}, ["residence", "residency"]),
+        (of_version(packable, tmp_path / "newer.nz", 99), {}, ["version 99", "update neuzip"]),
+    ]
+    say(f"vLLM starts {len(cases) + 1} times, of which {len(cases)} are refused")
+    starts = [{"folder": folder, "options": options} for folder, options, _ in cases]
+    results, _ = in_other_process(*starts, {"folder": packable})
+    for (folder, options, words), result in zip(cases, results, strict=False):
+        message = result.get("error", "no error")
+        assert all(word in message for word in words), f"{folder.name}, {options}: {message}"
+    assert [len(tokens) for tokens in results[-1]["tokens"]] == [NEW] * len(TEXTS), results[-1]
+
+
+def test_a_start_without_neuzip_is_as_without_it(plain: Path, say):
+    say("vLLM starts with a plain folder")
+    (result,), log = in_other_process({"folder": plain}, VLLM_LOGGING_LEVEL="INFO")
+    assert [len(tokens) for tokens in result["tokens"]] == [NEW] * len(TEXTS), result
+    # vLLM lists the plugins that it has found.
+    messages = [line for line in log.splitlines() if "neuzip" in line and "RESULTS" not in line]
+    assert "INFO" in log and not [line for line in messages if "plugins/__init__.py" not in line], messages
+    ours = {name for name in result["modules"] if name.startswith("neuzip")}
+    assert "neuzip.runtime.vllm.plugin" in ours
+    kernels = {name for name in ours if name.startswith("neuzip.kernels")}
+    assert not {name for name in kernels if ".triton" in name or ".gluon" in name or name.endswith(".ops")}, (
+        kernels
+    )
+    assert not {"numba", "llvmlite"} & {*result["modules"]}

