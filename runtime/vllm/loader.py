@@ -145,6 +145,6 @@ def _device() -> torch.device:
             "neuzip loads weights while vLLM starts, and here no start is going on", "make a new LLM"
         )
     device = torch.device(config.load_config.device or config.device_config.device)
-    if device.type == "cuda" and device.index is None:  # other threads have another current device
+    if str(device) == "cuda":  # without a number, which other threads would take for 0
         device = torch.device("cuda", torch.cuda.current_device())
     return device

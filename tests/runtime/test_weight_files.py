@@ -53,3 +53,24 @@ def test_shards_of_other_numberings_are_left_out(tmp_path: Path) -> None:
         for file in weight_files.with_all_shards([str(tmp_path / "model-00002-of-00002.safetensors")])
     ]
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_tensors_are_decoded_where_another_device_is_the_default(folder: Path) -> None:
+    """vLLM loads weights with the GPU as torch's default device; "meta" stands for it here."""
+    first = folder / "compressed" / "model[a]-00001-of-00002.safetensors"
+    with weight_files.opened([str(first)]) as source, torch.device("meta"):
+        for _, tensor in weight_files.decoded_tensors(source, torch.device("cpu")):
+            assert tensor.device.type == "cpu"
+            assert torch.empty(1).is_meta  # the caller's default is back between tensors
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_lm_head_of_other_values_is_told_from_a_tied_one(tmp_path: Path, is_tied: bool) -> None:
+    embedding = torch.arange(4096).view(64, 64).to(torch.bfloat16)
+    head = embedding.clone() if is_tied else embedding.flip(0).contiguous()
+    (tmp_path / "plain").mkdir()
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    compress(tmp_path / "plain", tmp_path / "small")
+    with weight_files.opened([str(tmp_path / "small" / "model.safetensors")]) as source:
+        assert weight_files.head_of_its_own(source) == (None if is_tied else "lm_head.weight")
