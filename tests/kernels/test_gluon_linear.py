@@ -166,7 +166,7 @@ def test_sums_are_added_in_the_same_order_each_time():
 @hopper
 @pytest.mark.gpu
 def test_products_of_cut_blocks_in_a_graph_of_torch_compile():
-    """torch.compile refuses a graph if memory stays in its pool, such as counters made at the first launch."""
+    """torch.compile refuses a graph whose pool holds memory that stays: counters made by a launch would."""
     packed = packed_of(weights_of(2560, 2560))
     batches = [rows for rows in range(65, 513, 32) if gluon_linear.pays(rows, packed)]
     x = x_of(next(r for r in batches if gluon_linear.plan(r, 2560, 20, packed.device).cut), 2560)
