@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # vLLM pins packages that the development tools need in other versions: it has an environment of its own.
 ENGINES := .venv-engines$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -qq
+SGLANG := $(ENGINES)-sglang
+SGLANG_PIP := $(ENGINES)/bin/python -m pip --python $(SGLANG)/bin/python --disable-pip-version-check -qq
 # An earlier `pip install .` leaves the loops that numba compiled, and their folder hides an editable neuzip.
 TIDY := for left in $(VENV)/lib/python3*/site-packages/neuzip; do [ -e $$left/__init__.py ] || rm -rf $$left; done
 
@@ -17,14 +19,14 @@ ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
 FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
          .typing/neuzip/choices.py .typing/neuzip/distribution.py \
-         .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
+         .typing/neuzip/errors.py .typing/neuzip/installation.py .typing/neuzip/models.py .typing/neuzip/py.typed
 SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py) $(ROOMS:%=%/*/*/*.py))
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test test-engines quick coverage api mutate fuzz lowest file-tool release lint format install links clean
+.PHONY: help demo test test-engines test-sglang quick coverage api mutate fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +48,10 @@ quick: $(VENV)/.developed ## Run one case of each test that takes less than half
 test-engines: $(ENGINES)/.installed ## Run the tests that start vLLM and diffusers (VLLM=0.26.0 for the lowest version)
 	@echo "test-engines: vLLM $(VLLM), in $(ENGINES)" >&2
 	@$(ENGINES)/bin/pytest -v --confcutdir=tests/engines -m engines tests/engines $(ARGS)
+
+test-sglang: $(SGLANG)/.installed ## Run the tests that start SGLang, on a CPU
+	@echo "test-sglang: in $(SGLANG)" >&2
+	@$(SGLANG)/bin/python -m pytest -v --confcutdir=tests/engines -m engines tests/engines/test_sglang*.py $(ARGS)
 
 coverage: $(VENV)/.developed ## Run the whole test suite and print which lines it runs, package by package
 	@mkdir -p .coverage
@@ -153,4 +159,15 @@ requirements-engines-%.txt:
 $(ENGINES)/.installed: $(ENGINES)/.packages pyproject.toml
 	@echo "setup: installing neuzip into $(ENGINES)" >&2
 	@$(ENGINES_PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# SGLang needs a few packages more than vLLM, in versions that vLLM does not want: it has an environment of its own on
+# top of vLLM's, so torch and the others are there once.
+$(SGLANG)/.installed: $(ENGINES)/.packages requirements-sglang.txt pyproject.toml
+	@echo "setup: $(SGLANG), for SGLang and what only it needs (300 MB)" >&2
+	@$(PYTHON) -m venv --without-pip $(SGLANG)
+	@cd $(ENGINES)/lib/python3*/site-packages && engines=$$PWD && cd $(CURDIR)/$(SGLANG)/lib/python3*/site-packages && \
+	  echo $$engines > engines.pth
+	@$(SGLANG_PIP) install --no-deps --requirement requirements-sglang.txt
+	@$(SGLANG_PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@

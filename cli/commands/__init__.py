@@ -8,8 +8,8 @@ from __future__ import annotations
 
 VERBS: tuple[str, ...] = (
     "compress", "decompress", "apply", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
-    "ternarize", "recover", "train", "patch-attention", "layers", "experts", "export", "push", "pull", "env",
-    "demo",
+    "ternarize", "recover", "train", "patch-attention", "layers", "experts", "export", "push", "pull",
+    "doctor", "env", "demo",
 )  # fmt: skip
 
 RESUMABLE = ("compress", "decompress", "apply", "sweep", "recover", "push", "pull")

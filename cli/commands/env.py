@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.cli import options
@@ -33,6 +30,7 @@ LIBRARIES = (
 
 VARIABLES = (
     "NEUZIP_AUTOLOAD", "NEUZIP_DEBUG", "NEUZIP_GPU_CHECK", "NEUZIP_NO_PROGRESS",
+    "CC", "SGLANG_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TRITON_HOME", "VLLM_PLUGINS",
     "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_INFERENCE_ENDPOINT", "HF_TOKEN",
     "HF_XET_CHUNK_CACHE_SIZE_BYTES", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY", "COLUMNS", "TERM",
     "TQDM_DISABLE", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
@@ -51,6 +49,7 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import machine
     from neuzip.distribution import installed
+    from neuzip.runtime.doctor.packages import torch_cuda
 
     how, commit = installed()
     there = {name.upper() for name in os.environ}  # proxies are named in small letters too
@@ -64,7 +63,7 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
         "system": platform.platform(),
         "distribution": _distribution(),
         "packages": packages,
-        "torch_cuda": _torch_cuda(),
+        "torch_cuda": torch_cuda(),
         "cpu": machine.processor(),
         "cores": machine.cores(),
         "vector_codec": machine.codes_in_vectors() if packages["numba"] else None,
@@ -154,16 +153,3 @@ def _distribution() -> str | None:
         return platform.freedesktop_os_release().get("PRETTY_NAME")
     except OSError:
         return None
-
-
-def _torch_cuda() -> str | None:
-    """The CUDA that torch was built for, without the seconds that torch takes to load."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:  # what is left of a torch that was not removed or installed to its end
-        return None
-    match = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
-    return None if match is None else match[1]

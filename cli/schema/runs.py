@@ -120,6 +120,14 @@ OBJECTS: Mapping[str, Keys] = {
         compute_capability : string - such as 9.0
         memory_bytes       : integer [bytes] - its memory
     """),
+    "Finding": keys_of("""
+        topic  : string - part of the report: packages, engines, folders, results or GPU
+        name   : string - what was looked at, such as a package, an engine or an operation of a device
+        status : string - ok; note for what is not there or slower than it could be; problem for what will not
+        | work
+        text   : string - a version, or in one line what works or why not
+        hint   : string or null - what to do about it
+    """),
     "LaunchTable": keys_of("""
         operation          : string - the operation, such as packed_linear
         compute_capability : string - that of the GPUs, such as 9.0
@@ -132,6 +140,10 @@ OBJECTS: Mapping[str, Keys] = {
 }
 
 COMMANDS: Mapping[str, Keys] = {
+    "doctor": keys_of("""
+        healthy  : boolean - whether there is no problem; the exit code is 1 if there is one
+        findings : list of Finding - what was looked at
+    """),
     "env": keys_of("""
         installed    : string - how neuzip was installed: editable, or from a folder, an archive, git or an
         | index

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from neuzip.formats.card.evaluation import CardEvaluation
-from neuzip.formats.card.text import Facts, Metadata, Part, Rounded, card_text
+from neuzip.formats.card.text import Facts, Metadata, Part, Rounded, Use, card_text
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, base_name
 from neuzip.formats.container import Container
 from neuzip.formats.records import Loss
@@ -64,6 +64,7 @@ def model_card(
             rounded=rounded,
             evaluation=evaluation,
             original=text.strip("\r\n"),
+            use=_use(checkpoint),
         )
     )
 
@@ -120,6 +121,21 @@ def _new_metadata(
     tags += ["delta"] if delta else _listed(original.get("library_name"))
     metadata["tags"] = list(dict.fromkeys([*tags, *_listed(original.get("tags"))]))
     return metadata
+
+
+def _use(checkpoint: Checkpoint) -> Use:
+    """What loads a checkpoint, from its config files."""
+    if "model_index.json" in checkpoint.others:
+        return "pipeline"
+    if "config.json" not in checkpoint.others:
+        return "other"
+    try:
+        classes = json.loads((checkpoint.root / "config.json").read_bytes())["architectures"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "other"
+    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    return "language model" if generates else "other"
 
 
 def _base_model(checkpoint: Checkpoint) -> str | None:

@@ -11,8 +11,9 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from neuzip.distribution import install_sentence
+from neuzip.distribution import ENGINES, install_sentence
 from neuzip.errors import shell
 from neuzip.formats.card.evaluation import CardEvaluation
 from neuzip.formats.records import Loss
@@ -20,6 +21,9 @@ from neuzip.formats.records import Loss
 ENDING = "<!-- neuzip wrote this page as far as this line -->"
 
 Metadata = dict[str, str | list[str]]
+
+Use = Literal["language model", "pipeline", "other"]
+"""What a checkpoint is loaded as: by transformers and serving engines, by diffusers, or by transformers."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Rounded:
 class Facts:
     """What a card tells. `base` is the name of a delta's base, None for what needs none.
 
-    `source` is the name of the repository, with a revision or without. `original` is the original's own page.
+    `source` is the name of the repository, with a revision or without.
+    `use` says what loads the checkpoint. `original` is the original's own page.
     """
 
     metadata: Metadata
@@ -62,6 +67,7 @@ class Facts:
     rounded: Sequence[Rounded]
     evaluation: CardEvaluation | None
     original: str
+    use: Use = "other"
 
     @property
     def ternary(self) -> int:
@@ -224,17 +230,17 @@ def _use_of_delta(facts: Facts) -> list[str]:
 def _use(facts: Facts) -> list[str]:
     _, at, revision = facts.source.partition("@")
     which = "restored" if facts.rounded else "original"
+    parameter = f', revision="{revision}"' if at else ""
+    lines = _use_of_pipeline(facts.repo_id, parameter)
+    libraries = "diffusers and transformers"
+    if facts.use != "pipeline":
+        lines = _use_of_model(facts.repo_id, parameter)
+        libraries = "transformers"
+    if facts.use == "language model":
+        lines += ["", *_serving(facts.repo_id, revision)]
+        libraries = "transformers, vLLM and SGLang"
     return [
-        "## Loading the model",
-        "",
-        "    from transformers import AutoModelForCausalLM",
-        "",
-        f'    model = AutoModelForCausalLM.from_pretrained("{facts.repo_id}"'
-        + (f', revision="{revision}")' if at else ")"),
-        "",
-        "Other classes of transformers work the same way. They decode the weights while they load the model. "
-        "neuzip must be installed, but",
-        "you need not import it. Without neuzip, transformers refuses to load the model.",
+        *lines,
         "",
         "## Restoring the files",
         "",
@@ -243,10 +249,59 @@ def _use(facts: Facts) -> list[str]:
         "",
         f"    neuzip decompress {shell(facts.source)} DST",
         "",
-        "Libraries other than transformers need the restored files. To check the checkpoint without writing "
+        f"Libraries other than {libraries} need the restored files. To check the checkpoint without writing "
         "anything, run:",
         "",
         f"    neuzip verify {shell(facts.source)}",
+    ]
+
+
+def _use_of_model(repo_id: str, parameter: str) -> list[str]:
+    return [
+        "## Loading the model",
+        "",
+        "    from transformers import AutoModelForCausalLM",
+        "",
+        f'    model = AutoModelForCausalLM.from_pretrained("{repo_id}"{parameter})',
+        "",
+        "Other classes of transformers work the same way. They decode the weights while they load the model. "
+        "neuzip must be installed, but",
+        "you need not import it. Without neuzip, transformers refuses to load the model.",
+    ]
+
+
+def _use_of_pipeline(repo_id: str, parameter: str) -> list[str]:
+    versions = ENGINES["diffusers"].versions
+    return [
+        "## Loading the pipeline",
+        "",
+        "    from diffusers import DiffusionPipeline",
+        "",
+        f'    pipeline = DiffusionPipeline.from_pretrained("{repo_id}"{parameter})',
+        "",
+        f"diffusers ({versions}) decodes the weights while it loads the pipeline. neuzip must be installed, "
+        "but",
+        "you need not import it. Without neuzip, diffusers refuses to load the pipeline.",
+    ]
+
+
+def _serving(repo_id: str, revision: str) -> list[str]:
+    """The commands of the engines that serve language models."""
+    option = ["--revision", revision] if revision else []
+    vllm, sglang = ENGINES["vllm"], ENGINES["sglang"]
+    return [
+        "## Serving the model",
+        "",
+        f"With {vllm.title} ({vllm.versions}):",
+        "",
+        f"    {shell('vllm', 'serve', repo_id, *option)}",
+        "",
+        f"With {sglang.title} ({sglang.versions}):",
+        "",
+        f"    {shell('python', '-m', 'sglang.launch_server', '--model-path', repo_id, *option)}",
+        "",
+        "Install neuzip in the environment of the engine. The engine then finds neuzip by itself. "
+        "`neuzip doctor` checks that.",
     ]
 
 

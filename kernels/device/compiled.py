@@ -7,12 +7,16 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from numba import njit
 from numba.core.caching import FunctionCache
 
 from neuzip.errors import FULL_OR_CLOSED
+
+Array = TypeVar("Array", bound=npt.NDArray[np.generic])
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,6 +25,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     with suppress(RuntimeError):  # numba found no place for its cache; NUMBA_CACHE_DIR names one
         dispatcher._cache = LockedCache(function)
     return dispatcher  # type: ignore[no-any-return]
+
+
+def read_only(array: Array) -> Array:
+    """A view that cannot be written to: numba would compile a loop for each of the two kinds of array."""
+    view: Array = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @contextmanager

@@ -2,6 +2,11 @@
 
 `barriers.arrive` and `barriers.await_` count. A program may only wait for programs with a lower number: those
 have been started before it, so that a launch ends however few programs run at a time.
+
+A device has a slab of memory for counters, of which each stream and each CUDA graph gets a slice that it
+keeps. `PackedTensor.wait` makes the slab, when weights have come to the device. So a first launch allocates
+nothing that stays, within a CUDA graph and within the memory pool of the graphs of torch.compile, which
+refuses a graph whose pool holds memory that is no result.
 """
 
 from __future__ import annotations
@@ -13,21 +18,44 @@ import torch
 
 from neuzip.kernels.device.capture import capture_id
 
-CAPACITY = 4096
-"""Counters of a stream."""
+CAPACITY = 1024
+"""Counters of a slice."""
+
+SLICES = 256
+"""Slices of a slab: 1 MiB."""
 
 
 @dataclass
-class _CapturedCounters:
-    """The counters of the graph that is captured on a device, by stream."""
+class _DeviceCounters:
+    """The slabs of a device, and their slices: free ones, those of streams and of the graph under capture.
 
-    graph: int = 0
+    Slabs are never freed: graphs use slices that nothing else refers to.
+    """
+
+    slabs: list[torch.Tensor] = field(default_factory=list)
+    free: list[torch.Tensor] = field(default_factory=list)
     by_stream: dict[int, torch.Tensor] = field(default_factory=dict)
+    graph: int = 0
+    by_stream_of_graph: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 _lock = threading.Lock()
-_eager: dict[tuple[torch.device, int], torch.Tensor] = {}
-_captured: dict[torch.device, _CapturedCounters] = {}
+_devices: dict[torch.device, _DeviceCounters] = {}
+
+
+def reserve_counters(device: torch.device) -> None:
+    """Allocate a slab if a GPU has fewer than half of the slices of one left. The host waits for its zeros.
+
+    Does nothing for other devices, and while the current stream is captured.
+    """
+    if device.type != "cuda" or capture_id(device):
+        return
+    with _lock:
+        known = _devices.setdefault(device, _DeviceCounters())
+        if len(known.free) < SLICES // 2:
+            known.slabs.append(_zeros(SLICES, device))
+            torch.cuda.current_stream(device).synchronize()
+            known.free += known.slabs[-1].unbind()
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
@@ -40,21 +68,27 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     if count > CAPACITY:
         raise ValueError(f"`count`: a stream has {CAPACITY} counters, not {count}")
     if device.type != "cuda":
-        return _zeros(device)
+        return _zeros(1, device)[0]
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     graph = capture_id(device)
+    known = _devices.setdefault(device, _DeviceCounters())
+    if not graph and stream not in known.by_stream and not known.free:
+        reserve_counters(device)
     with _lock:
         if not graph:
-            if (device, stream) not in _eager:
-                _eager[device, stream] = _zeros(device)
-            return _eager[device, stream]
-        if device not in _captured or _captured[device].graph != graph:
-            _captured[device] = _CapturedCounters(graph)
-        by_stream = _captured[device].by_stream
-        if stream not in by_stream:
-            by_stream[stream] = _zeros(device)
-        return by_stream[stream]
+            return _slice_of(known, known.by_stream, stream, device)
+        if known.graph != graph:
+            known.graph, known.by_stream_of_graph = graph, {}
+        return _slice_of(known, known.by_stream_of_graph, stream, device)
 
 
-def _zeros(device: torch.device) -> torch.Tensor:
-    return torch.zeros(CAPACITY, dtype=torch.int32, device=device)
+def _slice_of(
+    known: _DeviceCounters, slices: dict[int, torch.Tensor], stream: int, device: torch.device
+) -> torch.Tensor:
+    if stream not in slices:  # a capture that finds no slice left has the graph make zeros of its own
+        slices[stream] = known.free.pop() if known.free else _zeros(1, device)[0]
+    return slices[stream]
+
+
+def _zeros(slices: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(slices, CAPACITY, dtype=torch.int32, device=device)

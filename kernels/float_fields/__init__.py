@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from neuzip.kernels.device.compiled import read_only
 from neuzip.kernels.dtypes import DTYPES, names_for
 
 from . import cpu
@@ -167,7 +168,7 @@ def merge(exponents: Bits, planes: Planes, fmt: FloatFormat, kept_bits: int) -> 
     _check_kept(kept_bits, fmt)
     numel = exponents.size
     bits = np.empty(numel, fmt.dtype)
-    fields = unpack_fields(planes, numel, kept_bits)
+    fields = read_only(unpack_fields(planes, numel, kept_bits))
     cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept_bits, bits)
     return bits
 
@@ -182,7 +183,7 @@ def unpack_fields(planes: Planes, numel: int, kept_bits: int) -> Bits:
         return np.ascontiguousarray(planes[widths[0]]).view(dtype)
     fields = np.zeros(numel, dtype)
     for width in widths:
-        plane = np.ascontiguousarray(planes[width])
+        plane = read_only(np.ascontiguousarray(planes[width]))
         if width >= 8:
             cpu.put_plane(plane.view(f"<u{width // 8}"), width, fields)
         else:

@@ -107,4 +107,4 @@ def _bits_set(numbers: npt.NDArray[np.unsignedinteger]) -> int:
 def _numbers(array: torch.Tensor) -> npt.NDArray[np.unsignedinteger]:
     """A copy of an array on the CPU, as the unsigned numbers that it holds."""
     numbers = array.cpu().numpy()
-    return numbers.view(f"u{numbers.itemsize}").copy()
+    return np.array(numbers.view(f"u{numbers.itemsize}"))

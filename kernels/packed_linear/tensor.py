@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from neuzip.kernels.device.counters import reserve_counters
 from neuzip.kernels.device.host_memory import pinned_copy
 from neuzip.kernels.dtypes import dtype_of, torch_dtypes_for
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
@@ -117,9 +118,13 @@ class PackedTensor:
         return PackedLayout(format_of(self.dtype), self.low_bits)
 
     def wait(self) -> None:
-        """Wait until the arrays are there: products read them before the previous kernel has ended (PDL)."""
+        """Wait until the arrays are there: products read them before the previous kernel has ended (PDL).
+
+        It also makes what products keep on the device, so that they allocate nothing that stays.
+        """
         if self.far_index.is_cuda:
             torch.cuda.current_stream(self.far_index.device).synchronize()
+            reserve_counters(self.far_index.device)
 
     def in_host_memory(self) -> PackedTensor:
         """Weights on a GPU with a copy of the words in pinned host memory, and the other arrays as they are.

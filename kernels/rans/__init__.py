@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neuzip.errors import NeuzipError
+from neuzip.kernels.device.compiled import read_only
 from neuzip.kernels.float_fields import Bits, FloatFormat
 
 from . import cpu, vector_form
@@ -136,12 +137,12 @@ def decode(
     Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up.
     """
     starts, counts = _extents(words, index, numel)
-    words = np.ascontiguousarray(words)
+    words = read_only(np.ascontiguousarray(words))
     padded = np.empty(-(-numel // (LANES * RUN)) * LANES * RUN, np.uint8 if exponent_bits <= 8 else np.uint16)
     bad = cpu.decode(
         words, starts, counts, numel, exponent_bits, table.group, table.decoder,
         table.exponents, table.keys(padded), padded, (padded[:0], padded[:0]),
-        vector_form.decodes(table.group, padded.dtype, words.flags.writeable),
+        vector_form.decodes(table.group, padded.dtype),
     )  # fmt: skip
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")
@@ -159,13 +160,12 @@ def decode_floats(
     numel = out.size
     assert (fields.size, out.dtype) == (numel, fmt.dtype)
     starts, counts = _extents(words, index, numel)
-    words = np.ascontiguousarray(words)
+    words, fields = read_only(np.ascontiguousarray(words)), read_only(fields)
     block = np.empty(BLOCK, fmt.exponent_dtype)
-    writeable = words.flags.writeable, fields.flags.writeable
     bad = cpu.decode_floats(
         words, starts, counts, numel, (fmt.exponent_bits, fmt.mantissa_bits),
         table.group, table.decoder, table.exponents, table.keys(block), block, fields, kept_bits, out,
-        vector_form.decodes_floats(table.group, fmt, fields.dtype, writeable),
+        vector_form.decodes_floats(table.group, fmt, fields.dtype),
     )  # fmt: skip
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")

@@ -44,7 +44,7 @@ def _plane(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.unsigne
         return values.astype(f"<u{width // 8}")
     each = 8 // width
     shifts = np.arange(each, dtype=np.uint64) * np.uint64(width)
-    return np.bitwise_or.reduce(values.reshape(-1, each) << shifts, axis=1).astype(np.uint8)
+    return np.asarray(np.bitwise_or.reduce(values.reshape(-1, each) << shifts, axis=1), np.uint8)
 
 
 def _on(

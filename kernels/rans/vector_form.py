@@ -14,8 +14,8 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
-import numpy.typing as npt
 
+from neuzip.kernels.device.compiled import read_only
 from neuzip.kernels.float_fields import FloatFormat
 
 from . import cpu
@@ -45,14 +45,14 @@ def encodes(group: int, dtype: np.dtype[Any]) -> Form:
 
 
 @cache
-def decodes(group: int, dtype: np.dtype[Any], writeable: bool) -> Form:
-    """The form in which `cpu.decode` runs for exponents of a dtype, and words that may be written or not."""
+def decodes(group: int, dtype: np.dtype[Any]) -> Form:
+    """The form in which `cpu.decode` runs for exponents of a dtype."""
     if not SUPPORTED:
         return SCALAR
     sample = coded_exponents(group)
     decoded = np.empty(sample.exponents.size, dtype)
     bad = cpu.decode(
-        _flagged(sample.words, writeable), np.array([0]), np.array([sample.words.size]), decoded.size,
+        read_only(sample.words), np.array([0]), np.array([sample.words.size]), decoded.size,
         8 * decoded.itemsize, group, sample.table.decoder, sample.table.exponents, sample.table.keys(decoded),
         decoded, (decoded[:0], decoded[:0]), VECTOR,
     )  # fmt: skip
@@ -60,20 +60,17 @@ def decodes(group: int, dtype: np.dtype[Any], writeable: bool) -> Form:
 
 
 @cache
-def decodes_floats(group: int, fmt: FloatFormat, dtype: np.dtype[Any], writeable: tuple[bool, bool]) -> Form:
-    """The form in which `cpu.decode_floats` runs for a format, and fields of a dtype.
-
-    `writeable` says of words and fields whether they may be written.
-    """
+def decodes_floats(group: int, fmt: FloatFormat, dtype: np.dtype[Any]) -> Form:
+    """The form in which `cpu.decode_floats` runs for a format, and fields of a dtype."""
     if not SUPPORTED:
         return SCALAR
     sample = coded_exponents(group)
     floats, fields = np.empty(sample.exponents.size, fmt.dtype), np.zeros(sample.exponents.size, dtype)
     block = np.empty(BLOCK, fmt.exponent_dtype)
     bad = cpu.decode_floats(
-        _flagged(sample.words, writeable[0]), np.array([0]), np.array([sample.words.size]), floats.size,
+        read_only(sample.words), np.array([0]), np.array([sample.words.size]), floats.size,
         (fmt.exponent_bits, fmt.mantissa_bits), group, sample.table.decoder, sample.table.exponents,
-        sample.table.keys(block), block, _flagged(fields, writeable[1]), 0, floats, VECTOR,
+        sample.table.keys(block), block, read_only(fields), 0, floats, VECTOR,
     )  # fmt: skip
     exponents = sample.exponents.astype(fmt.dtype) << fmt.dtype.type(fmt.mantissa_bits)
     return _form("decoder", bad < 0 and np.array_equal(floats, exponents))
@@ -90,10 +87,3 @@ def _form(loop: str, right: bool) -> Form:
         stacklevel=3,
     )
     return SCALAR
-
-
-def _flagged(array: npt.NDArray[Any], writeable: bool) -> npt.NDArray[Any]:
-    """A copy that may be written or not: numba compiles a loop for each."""
-    copied: npt.NDArray[Any] = array.copy()
-    copied.flags.writeable = writeable
-    return copied

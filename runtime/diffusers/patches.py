@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from neuzip.distribution import ENGINES
 from neuzip.errors import NeuzipError
 from neuzip.runtime.diffusers.reading import (
     METHOD,
@@ -27,9 +28,6 @@ from neuzip.runtime.diffusers.reading import (
     with_tensor_names,
     without_section,
 )
-
-OLDEST = "0.39.0"
-"""The oldest version of diffusers that neuzip is tested with."""
 
 NEEDED = {
     "diffusers.configuration_utils": ("ConfigMixin.load_config",),
@@ -86,7 +84,7 @@ def unsupported(missing: list[str]) -> tuple[str, str]:
 
     return (
         f"neuzip does not know how diffusers {__version__} reads files (there is no {missing[0]})",
-        f"install another version of diffusers, from {OLDEST} on, or restore the folder with "
+        f"install another version of diffusers ({ENGINES['diffusers'].versions}), or restore the folder with "
         "`neuzip decompress`",
     )
 

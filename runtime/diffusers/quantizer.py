@@ -65,9 +65,9 @@ class NeuzipDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
         """The dtype of the model. Raises UsageError for one whose weights are not compressed in memory."""
         if self.residency != "dense" and torch_dtype not in DTYPES:
-            given = "and diffusers loads fp32 unless told" if torch_dtype is None else f"not {torch_dtype}"
+            reason = "and diffusers loads fp32 unless told" if torch_dtype is None else f"not {torch_dtype}"
             raise UsageError(
-                f"the residency {self.residency!r} is for bf16 and fp16 weights, {given}",
+                f"the residency {self.residency!r} is for bf16 and fp16 weights, {reason}",
                 "give dtype=torch.bfloat16, or the residency 'dense'",
             )
         self._dtype = torch_dtype

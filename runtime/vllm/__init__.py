@@ -4,7 +4,6 @@ plugin        the entry point "vllm.general_plugins", called in every start of v
 config        vLLM's quantization config of the name "neuzip"
 options       what a user chooses: residency and exact
 loader        vLLM's default loader, which decodes containers
-container     the tensors of a container folder, in the order of its files
 methods       vLLM's methods of layers whose weights are packed
 completeness  whether all weights of a model came
 versions      which versions of vLLM there are, and what to tell of others

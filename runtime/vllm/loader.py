@@ -78,7 +78,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         require_all_loaded(model, loaded_weights, self._names)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        from neuzip.runtime.vllm.container import is_container_file
+        from neuzip.runtime.weight_files import is_container_file
 
         folder, files, is_safetensors, *_ = self._prepare_weights(
             source.model_or_path,
@@ -97,7 +97,7 @@ class NeuzipModelLoader(DefaultModelLoader):
             yield name, tensor
 
     def _decoded(self, files: list[str], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        from neuzip.runtime.vllm.container import decoded_tensors, opened, ternary_count
+        from neuzip.runtime.weight_files import decoded_tensors, opened, ternary_count
 
         if self.counter_before_loading_weights == 0.0:
             self.counter_before_loading_weights = time.perf_counter()
@@ -114,7 +114,7 @@ class NeuzipModelLoader(DefaultModelLoader):
 
     def _require_tied(self, source: FolderSource) -> None:
         """Raise VllmRefusal if vLLM would pass over an LM head. It looks for one in plain folders only."""
-        from neuzip.runtime.vllm.container import head_of_its_own
+        from neuzip.runtime.weight_files import head_of_its_own
 
         config = get_current_vllm_config().model_config.hf_config
         name = head_of_its_own(source) if getattr(config, "tie_word_embeddings", False) else None
@@ -132,4 +132,7 @@ def _device() -> torch.device:
         raise VllmRefusal(
             "neuzip loads weights while vLLM starts, and here no start is going on", "make a new LLM"
         )
-    return torch.device(config.load_config.device or config.device_config.device)
+    device = torch.device(config.load_config.device or config.device_config.device)
+    if str(device) == "cuda":  # without a number, which other threads would take for 0
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

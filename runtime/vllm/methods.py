@@ -149,7 +149,8 @@ class PackedWeightMethod(LinearMethodBase):
             return
         dense = with_padding(layer.weight.data, layer.neuzip_rows)
         del layer.weight
-        packed = ops.pack(dense.contiguous())
+        with torch.device("cpu"):  # vLLM loads weights where a GPU is the default device
+            packed = ops.pack(dense.contiguous())
         layer.neuzip_packed = packed
         layer.register_buffer("neuzip_id", hold(packed), persistent=False)
         for name, array in zip(ARRAYS, packed.arrays, strict=True):

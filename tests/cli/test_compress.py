@@ -63,6 +63,27 @@ def test_a_dry_run_predicts_and_touches_nothing(neuzip: Speak, model: Path, tmp_
     assert "predicted" in neuzip("compress", model, tmp_path / "other", "--dry-run").stdout
 
 
+def test_a_pipeline_shows_what_each_component_became(neuzip: Speak, save: Save, tmp_path: Path) -> None:
+    bits = (np.arange(9000) % 7 + 0x3F80).astype(np.uint16)
+    for name, tensors in (("unet", {"w": bits, "b": bits[:9]}), ("vae", {"w": bits[:9]})):
+        stored = {key: ("BF16", (value.size,), value) for key, value in tensors.items()}
+        save(tmp_path / "pipeline" / name / "model.safetensors", stored)
+    for options in (["--dry-run"], []):
+        said = neuzip("compress", tmp_path / "pipeline", tmp_path / "small", "--json", *options).json
+        unet, vae = said["components"]
+        assert unet["name"] == "unet" and unet["schemes"] == {"lossless": 1, "raw": 1}
+        assert unet["original_bytes"] == 18018 and unet["stored_bytes"] < 10000
+        assert vae == {"name": "vae", "schemes": {"raw": 1}, "original_bytes": 18, "stored_bytes": 18}
+    shown = neuzip("compress", tmp_path / "pipeline", tmp_path / "other").stdout
+    assert re.search(r"unet +(lossless|raw) \(1\), (raw|lossless) \(1\) +18.0 kB", shown)
+    assert re.search(r"vae +raw \(1\) +18 B +18 B +100.00 %", shown)
+
+
+def test_one_folder_has_no_components(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    assert neuzip("compress", model, tmp_path / "small", "--json").json["components"] == []
+    assert "component" not in neuzip("compress", model, tmp_path / "other").stdout
+
+
 @pytest.mark.parametrize(
     ("command", "row"),
     [

@@ -18,6 +18,7 @@ from neuzip import distribution
 from neuzip.cli.commands import env
 from neuzip.compress import machine
 from neuzip.kernels import tuning
+from neuzip.runtime.doctor import packages
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "hf_nobodysTokenNobodysToken"
@@ -175,7 +176,7 @@ def test_the_cuda_of_torch_is_read(
 ) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '2.8.0'\ndebug = False\n{line}\nhip = None\n")
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(env, "find_spec", lambda name: spec)
-    assert env._torch_cuda() == cuda
+    monkeypatch.setattr(packages, "find_spec", lambda name: spec)
+    assert packages.torch_cuda() == cuda
     (tmp_path / "version.py").unlink()  # a torch that was not installed to its end
-    assert env._torch_cuda() is None
+    assert packages.torch_cuda() is None

@@ -300,29 +300,46 @@ def torchrun(world: int, *command: object, **options: Any) -> subprocess.Popen[s
     )  # fmt: skip
 
 
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """A script that is `neuzip`, but takes a rest after each tensor: all ranks are at work for a second."""
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import sys, time\n"
+        "from neuzip.cli import run\n"
+        "from neuzip.compress.container_job import ContainerJob\n"
+        "encode = ContainerJob.encode\n"
+        "def slowly(self, planned):\n"
+        "    for tensor in encode(self, planned):\n"
+        "        time.sleep(0.1)\n"
+        "        yield tensor\n"
+        "ContainerJob.encode = slowly\n"
+        "sys.exit(run())\n"
+    )
+    return path
+
+
 def errors(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error:")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "shards", "form", "options"),
-    [
-        pytest.param(2, 3, ["--no-python", "neuzip"], [], id="2 ranks, 3 shards"),
-        pytest.param(3, 2, ["-m", "neuzip.cli"], ["--mantissa-bits", "3"], id="3 ranks, 2 shards, module"),
-    ],
-)
-def test_torchrun(
-    world: int, shards: int, form: list[str], options: list[str], tmp_path: Path, save: Save,
-    neuzip: Callable[..., Any],
-) -> None:  # fmt: skip
-    root = make(tmp_path / "model", save, shards, 200_000)
-    assert neuzip("compress", root, tmp_path / "one", *options).exit_code == 0
-    run = torchrun(world, *form, "compress", root, tmp_path / "all", "--json", *options, cwd=tmp_path)
-    stdout, stderr = run.communicate(timeout=300)
-    assert run.returncode == 0, stderr
-    assert json.loads(stdout)["dst"] == str(tmp_path / "all"), "one rank speaks"
-    assert folder_bytes(tmp_path / "all") == folder_bytes(tmp_path / "one")
+def test_torchrun(tmp_path: Path, save: Save, neuzip: Callable[..., Any], forks: forked.Server) -> None:
+    """By torchrun's own processes, and by its agent with ranks that are forked and share files."""
+    root = make(tmp_path / "model", save, 3, 200_000)
+    rounded = ["--mantissa-bits", "3"]
+    assert neuzip("compress", root, tmp_path / "one").exit_code == 0
+    assert neuzip("compress", root, tmp_path / "one3", *rounded).exit_code == 0
+    runs = [
+        torchrun(2, "--no-python", "neuzip", "compress", root, tmp_path / "all", "--json", cwd=tmp_path),
+        forks.start("neuzip", "compress", root, tmp_path / "all3", "--json", *rounded, cwd=tmp_path, ranks=4),
+    ]
+    for run, name in zip(runs, ("one", "one3"), strict=True):
+        stdout, stderr = run.communicate(timeout=300)
+        assert run.returncode == 0, stderr
+        target = tmp_path / name.replace("one", "all")
+        assert json.loads(stdout)["dst"] == str(target), "one rank speaks"
+        assert folder_bytes(target) == folder_bytes(tmp_path / name)
 
 
 @pytest.mark.slow
@@ -334,12 +351,12 @@ def test_torchrun(
     ],
 )
 def test_a_killed_rank(
-    victim: int, world: int, shards: int, tmp_path: Path, save: Save, forks: forked.Server
+    victim: int, world: int, shards: int, slow: Path, tmp_path: Path, save: Save, forks: forked.Server
 ) -> None:
-    root = make(tmp_path / "model", save, shards, 24_000_000 // shards)
+    root = make(tmp_path / "model", save, shards, 800_000 // shards)
     compress(root, tmp_path / "one")
     expected, target = folder_bytes(tmp_path / "one"), tmp_path / "all"
-    run = forks.start("neuzip", "compress", root, target, "--quiet", cwd=tmp_path, ranks=world)
+    run = forks.start(slow, "compress", root, target, "--quiet", cwd=tmp_path, ranks=world)
     left = partial(target)
     pattern = "neuzip/scratch-*/rank-*" if shards < world else "*.safetensors"
     while not list(left.glob(pattern)) and run.poll() is None:
@@ -392,10 +409,10 @@ def test_wrong_options_are_said_once(tmp_path: Path, save: Save, forks: forked.S
 
 @pytest.mark.slow
 def test_ranks_without_torchrun_and_a_store_that_dies_with_rank_0(
-    tmp_path: Path, save: Save, forks: forked.Server
+    slow: Path, tmp_path: Path, save: Save, forks: forked.Server
 ) -> None:
     """Another launcher has rank 0 hold the store, and stops nobody."""
-    root = make(tmp_path / "model", save, 8, 3_000_000)
+    root = make(tmp_path / "model", save, 8, 100_000)
     compress(root, tmp_path / "one")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -403,7 +420,7 @@ def test_ranks_without_torchrun_and_a_store_that_dies_with_rank_0(
     environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         forks.start(
-            "neuzip", "compress", root, tmp_path / "all", cwd=tmp_path,
+            slow, "compress", root, tmp_path / "all", cwd=tmp_path,
             environment=environment | {"RANK": str(rank), "LOCAL_RANK": "0"},
         )
         for rank in range(2)
@@ -421,18 +438,10 @@ def test_ranks_without_torchrun_and_a_store_that_dies_with_rank_0(
 
 
 @pytest.mark.slow
-def test_a_real_checkpoint(neuzip_data: Path, tmp_path: Path) -> None:
-    compress(neuzip_data / "wikilm-26m", tmp_path / "one")
-    run = torchrun(
-        2,
-        "--no-python",
-        "neuzip",
-        "compress",
-        neuzip_data / "wikilm-26m",
-        tmp_path / "all",
-        "-q",
-        cwd=tmp_path,
-    )
+def test_a_real_checkpoint(neuzip_data: Path, tmp_path: Path, forks: forked.Server) -> None:
+    source = neuzip_data / "wikilm-26m"
+    compress(source, tmp_path / "one")
+    run = forks.start("neuzip", "compress", source, tmp_path / "all", "-q", cwd=tmp_path, ranks=2)
     stdout, stderr = run.communicate(timeout=300)
     assert (run.returncode, stdout) == (0, f"{tmp_path / 'all'}\n"), stderr
     assert folder_bytes(tmp_path / "all") == folder_bytes(tmp_path / "one")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.distributed import WindowBatch, batches, over_windows
 from neuzip.eval.measures.windows import TokenWindow, cut, strided
 
-BIN = Path(sys.executable).parent
 IDS = torch.arange(100, 200)
 
 
@@ -101,14 +97,12 @@ def test_two_processes_give_the_figures_of_one(tmp_path: Path, forks: forked.Ser
     ]
     command += ["--max-tokens", "400", "--device", "cpu"]
     one_process = forks.start(*command, cwd=tmp_path)
-    two_processes = subprocess.run(
-        [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"},
-        capture_output=True, text=True, check=True, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
-    stdout, stderr = one_process.communicate(timeout=300)
-    assert one_process.returncode == 0, stderr
-    said = stdout, two_processes.stdout
+    two_processes = forks.start(*command, cwd=tmp_path, ranks=2)
+    said = []
+    for process in (one_process, two_processes):
+        stdout, stderr = process.communicate(timeout=300)
+        assert process.returncode == 0, stderr
+        said.append(stdout)
     one, two = (json.loads(answer) for answer in said)
     assert (one.pop("processes"), two.pop("processes")) == (1, 2)
     assert [answer["report"]["setting"].pop("processes") for answer in (one, two)] == ["1", "2"]

@@ -21,6 +21,7 @@ import pytest
 from loopback_hub import LARGE, READ_TOKEN, TOKEN, Answer, Handler, Hub, Refusal, be_the_hub, hub_environment
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.distribution import ENGINES
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.report.evaluation import EvaluationReport
@@ -804,6 +805,37 @@ def test_the_figures_of_the_card_are_those_of_the_files(original: Path, compress
     assert total in card.splitlines()
     assert re.search(r"\| BF16, lossless: 1 tensor \| 60\.00 kB \| 4\d\.\d\d kB \|", card)
     assert "| I64, stored unchanged: 1 tensor | 72 bytes | 72 bytes | 100.00 % | 64.00 |" in card
+
+
+@pytest.mark.parametrize(
+    ("file", "document", "shown", "absent"),
+    [
+        (
+            "config.json", {"architectures": ["LlamaForCausalLM"]},
+            ["    vllm serve me/model", "    python -m sglang.launch_server --model-path me/model",
+             f"With vLLM ({ENGINES['vllm'].versions}):", f"With SGLang ({ENGINES['sglang'].versions}):"],
+            "diffusers",
+        ),
+        ("config.json", {"architectures": ["BertModel"]}, ["## Loading the model"], "vllm"),
+        ("config.json", {"architectures": [3, "x"]}, ["## Loading the model"], "vllm"),
+        ("config.json", {"architectures": "x"}, ["## Loading the model"], "vllm"),
+        (
+            "model_index.json", {"_class_name": "StableDiffusionPipeline"},
+            ['    pipeline = DiffusionPipeline.from_pretrained("me/model")'],
+            "vllm",
+        ),
+    ],
+)  # fmt: skip
+def test_the_card_shows_how_to_serve_the_model(
+    file: str, document: Any, shown: list[str], absent: str, save: Callable[..., Path], tmp_path: Path
+):
+    root = tmp_path / "model"
+    save(root / "model.safetensors", {"i": ("I64", (9,), np.arange(9))})
+    (root / file).write_text(json.dumps(document))
+    compress(root, tmp_path / "nz", jobs=1)
+    card = plan_push(tmp_path / "nz", "me/model").card
+    assert set(shown) <= set(card.splitlines())
+    assert absent not in card
 
 
 def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path: Path):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from neuzip.kernels import rans
+from neuzip.kernels.device.compiled import read_only
 from neuzip.kernels.rans import cpu, vector_form
 from neuzip.kernels.rans.numbers import BLOCK, LANES, LOWER
 
@@ -70,9 +71,10 @@ def decode(
     """`rans.decode` in one form, all arrays fenced; None for words that no encoder wrote."""
     starts, counts = rans._extents(coded.words, coded.index, numel)
     padded = fenced(np.zeros(-(-numel // 256) * 256, np.uint16 if wide else np.uint8), side)
+    words = read_only(fenced(coded.words, side))
     bad = cpu.decode(
-        fenced(coded.words, side), fenced(starts, side), fenced(counts, side), numel, 11 if wide else 8,
-        table.group, fenced(table.decoder, side), fenced(table.exponents, side), table.keys(padded), padded,
+        words, fenced(starts, side), fenced(counts, side), numel, 11 if wide else 8, table.group,
+        fenced(table.decoder, side), fenced(table.exponents, side), table.keys(padded), padded,
         (padded[:0], padded[:0]), form,
     )  # fmt: skip
     return None if bad >= 0 else padded[:numel].copy()
@@ -84,10 +86,11 @@ def decode_floats(
     """`rans.decode_floats` to BF16 with fields of zero, in one form, all arrays fenced."""
     starts, counts = rans._extents(coded.words, coded.index, numel)
     block, floats = fenced(np.zeros(BLOCK, np.uint8), side), fenced(np.zeros(numel, np.uint16), side)
+    words, fields = (read_only(fenced(array, side)) for array in (coded.words, np.zeros(numel, np.uint8)))
     bad = cpu.decode_floats(
-        fenced(coded.words, side), fenced(starts, side), fenced(counts, side), numel, (8, 7), table.group,
+        words, fenced(starts, side), fenced(counts, side), numel, (8, 7), table.group,
         fenced(table.decoder, side), fenced(table.exponents, side), table.keys(block), block,
-        fenced(np.zeros(numel, np.uint8), side), 7, floats, form,
+        fields, 7, floats, form,
     )  # fmt: skip
     return None if bad >= 0 else floats.copy()
 
@@ -107,7 +110,9 @@ def steps(table: rans.Table, form: vector_form.Form, side: str, rng: np.random.G
         scratch, state = fenced(np.zeros(room, np.uint16), side), fenced(states, side)
         left = encode(state, fenced(table.encoder, side), coded, np.uint64(0), scratch, np.uint64(room))
         assert int(left) == room - full
-        words = fenced(np.concatenate([scratch[int(left) :], np.zeros(LANES - full, np.uint16)]), side)
+        words = read_only(
+            fenced(np.concatenate([scratch[int(left) :], np.zeros(LANES - full, np.uint16)]), side)
+        )
         decoded = fenced(np.zeros(LANES, np.uint16), side)
         taken = decode(state, fenced(table.decoder, side), words, np.uint64(0), decoded, np.uint64(0))
         assert int(taken) == full

@@ -121,6 +121,7 @@ def test_products(rows: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) ->
 
     def with_wrong_words(x: Any, packed: Any, bias: Any) -> Any:
         packed.words[0, 0] ^= 0x40404040
+        packed.wait()  # a GPU reads words before the kernel that changes them has ended
         try:
             return ops._multiply_packed(x, packed, bias)
         finally:

@@ -165,6 +165,24 @@ def test_sums_are_added_in_the_same_order_each_time():
 
 @hopper
 @pytest.mark.gpu
+def test_products_of_cut_blocks_in_a_graph_of_torch_compile():
+    """torch.compile refuses a graph whose pool holds memory that stays: counters made by a launch would."""
+    packed = packed_of(weights_of(2560, 2560))
+    batches = [rows for rows in range(65, 513, 32) if gluon_linear.pays(rows, packed)]
+    x = x_of(next(r for r in batches if gluon_linear.plan(r, 2560, 20, packed.device).cut), 2560)
+    expected = gluon_linear.linear(x, packed)
+    arguments = packed.arguments
+    compiled = torch.compile(
+        lambda x: torch.ops.neuzip.packed_linear(x, None, *arguments), mode="reduce-overhead", fullgraph=True
+    )
+    with torch.no_grad():
+        for _ in range(3):  # a warm-up, a capture and a replay
+            assert torch.equal(compiled(x), expected)
+    torch._dynamo.reset()
+
+
+@hopper
+@pytest.mark.gpu
 def test_x_that_begins_anywhere():
     memory = x_of(1, 256 * 512 + 1).flatten()
     check(memory[1:].view(256, 512), weights_of(128, 512))
@@ -412,7 +430,7 @@ from neuzip.kernels.packed_linear import ops as torch_ops
 
 gluon_linear.multiprocessors = lambda device: 132
 for dtype, drop, columns, biased in (
-    (torch.bfloat16, 0, 512, False), (torch.bfloat16, 4, 128, True), (torch.float16, 3, 384, False),
+    (torch.bfloat16, 0, 512, False), (torch.float16, 3, 128, True)
 ):
     weights = (torch.randn(136, columns, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     weights = (weights.view(torch.int16) >> drop << drop).view(dtype)
@@ -428,7 +446,7 @@ def test_products_are_under_way_while_weights_are_unpacked(tmp_path, kernel_cach
     The compiler says nothing where it cannot have that, but waits after every instruction.
     """
     kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()]
-    assert len(kernels) == 3
+    assert len(kernels) == 2
     for shared, *instructions in kernels:
         assert int(shared) <= 227 << 10
         assert instructions.count("HGMMA") == 16

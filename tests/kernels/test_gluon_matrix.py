@@ -392,8 +392,7 @@ from neuzip.kernels.ternary_linear.gluon import matrix as gluon_matrix
 gluon_matrix.multiprocessors = lambda device: 132
 words = torch.zeros(17, 2, 16, 16, dtype=torch.int32)
 for size, dtype, by_row, bias in (
-    (256, torch.bfloat16, False, None), (256, torch.float16, True, torch.float32),
-    (128, torch.bfloat16, True, torch.bfloat16), (128, torch.float16, False, torch.float16),
+    (256, torch.float16, True, torch.float32), (128, torch.bfloat16, False, None)
 ):
     gluon_matrix.rows_of_block = lambda out, tokens, processors: size
     scale = torch.ones((264, 1) if by_row else ())
@@ -410,9 +409,9 @@ def test_products_of_two_steps_are_in_flight_together(tmp_path: Path, kernel_cac
     Where the compiler cannot do that it says nothing, but waits after every instruction.
     """
     kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()]
-    assert len(kernels) == 4
+    assert len(kernels) == 2
     for number, (shared, *instructions) in enumerate(kernels):
         assert int(shared) <= 227 << 10
-        assert instructions.count("IGMMA") == 2 * 2 * (8 if number < 2 else 4)
+        assert instructions.count("IGMMA") == 2 * 2 * (8 if number == 0 else 4)
         assert instructions.count("WARPGROUP.DEPBAR") <= 4
         assert not {"STL", "LDL"} & set(instructions), "registers in local memory"

@@ -378,15 +378,15 @@ def test_a_vector_decoder_that_is_wrong_is_not_used(unproven: None, monkeypatch:
 @pytest.mark.parametrize(("group", "dtype"), [(1, np.uint8), (2, np.uint8), (1, np.uint16)])
 def test_the_vector_form_is_used_where_it_is_right(group: int, dtype: type, unproven: None) -> None:
     assert vector_form.encodes(group, np.dtype(dtype)) is vector_form.VECTOR
-    assert vector_form.decodes(group, np.dtype(dtype), True) is vector_form.VECTOR
+    assert vector_form.decodes(group, np.dtype(dtype)) is vector_form.VECTOR
     if dtype is np.uint8:
-        floats = vector_form.decodes_floats(group, FORMATS["BF16"], np.dtype(np.uint8), (True, True))
+        floats = vector_form.decodes_floats(group, FORMATS["BF16"], np.dtype(np.uint8))
         assert floats is vector_form.VECTOR
 
 
 def test_a_processor_without_vectors_of_words_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vector_form, "SUPPORTED", False)
     assert vector_form.encodes.__wrapped__(2, np.dtype(np.uint8)) is vector_form.SCALAR
-    assert vector_form.decodes.__wrapped__(2, np.dtype(np.uint8), True) is vector_form.SCALAR
-    floats = vector_form.decodes_floats.__wrapped__(2, FORMATS["BF16"], np.dtype(np.uint8), (True, True))
+    assert vector_form.decodes.__wrapped__(2, np.dtype(np.uint8)) is vector_form.SCALAR
+    floats = vector_form.decodes_floats.__wrapped__(2, FORMATS["BF16"], np.dtype(np.uint8))
     assert floats is vector_form.SCALAR

@@ -324,6 +324,16 @@ def test_assigning_data_replaces_the_weight_everywhere(kind: str) -> None:
 
 
 @EVERY
+def test_a_mark_on_the_meta_device_is_an_ordinary_parameter(kind: str) -> None:
+    """accelerate puts one in the place of a weight that is in host memory, by the class of the parameter."""
+    weight = OF[kind](random(8, 64))
+    mark = type(weight)(weight.to("meta"), requires_grad=False)
+    assert type(mark) is nn.Parameter and mark.is_meta and mark.shape == weight.shape
+    with pytest.raises(TypeError, match="takes one"):
+        type(weight)(weight.dense())
+
+
+@EVERY
 def test_writing_and_pickling_are_refused(kind: str) -> None:
     dense = random(4, 8)
     weight = frozen(OF[kind](dense))

@@ -2,25 +2,31 @@
 
     compile_only.watch(see)                     in a process of its own, for which Triton's interpreter is off
     compile_only.instructions(code, pattern)    what `see` finds in the machine code
-    compile_only.said_by(script, folder, cache) that process, from a test
+    compile_only.said_by(script, folder, cache) such a process, from a test
 
 The driver has a name only: nothing runs.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import hashlib
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import forked
 import triton
-from forked import NO_COLLECTOR
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.cache import get_cache_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -36,9 +42,14 @@ class Card:
         return GPUTarget("cuda", 90, 32)
 
 
-def watch(see: Callable[[Any, Any, dict[str, Any]], None]) -> None:
-    """From now on launches compile, and `see` gets the function, what was made of it, and the keywords."""
+def watch(see: Callable[[Any, Any, dict[str, Any]], None], once: bool = False) -> None:
+    """From now on launches compile, and `see` gets the function, what was made of it, and the keywords.
+
+    With `once` each function is compiled for one of its kernels; of the others `see` gets the `hash` only.
+    """
     driver.set_active(Card())
+    if once:
+        triton.compiler.compile = _compile_once()
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -59,22 +70,48 @@ def instructions(code: Any, pattern: str) -> list[str]:
     return re.findall(rf"\b({pattern})\b", sass)
 
 
+def _compile_once() -> Callable[..., Any]:
+    """Triton's compiler, which makes no more than the hash of all kernels of a function but its first."""
+    hashes: dict[str, str] = {}
+    compile_kernel = triton.compiler.compile
+
+    def compile_once(src: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        backend = make_backend(target)
+        parsed = backend.parse_options(options | src.parse_options())
+        key = get_cache_key(src, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+        name = hashlib.sha256(key.encode()).hexdigest()
+        if hashes.setdefault(src.name, name) != name:
+            return SimpleNamespace(hash=name)
+        kernel = compile_kernel(src, target=target, options=options)
+        assert kernel.hash == name
+        return kernel
+
+    return compile_once
+
+
+@functools.cache
+def _compilers() -> forked.Server:
+    """Forks the processes of scripts, for as long as tests run."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = str(Path(__file__).parent), environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    server = forked.Server(forked.COMPILER, environment)
+    forked.SERVERS.append(server)
+    atexit.register(server.close)
+    return server
+
+
 def said_by(script: str, folder: Path, cache: Path | None = None) -> str:
-    """What a script prints, run in a folder.
+    """What a script prints, run in a folder, by a process that is forked.
 
     Triton keeps in `cache` what it compiles, or else in the folder. The key covers the sources, the
     arguments, the options and the versions of Triton and ptxas: only unchanged kernels are read from there.
     """
+    file = folder / "script.py"
+    file.write_text("import gc\n\ngc.disable()\n" + script, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache or folder)
-    paths = str(Path(__file__).parent), environment.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    said = subprocess.run(
-        [sys.executable, "-P", "-c", NO_COLLECTOR + script],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert said.returncode == 0, said.stderr[-2000:]
-    return said.stdout
+    process = _compilers().start(file, cwd=folder, environment=environment)
+    stdout, stderr = process.communicate(timeout=600)
+    assert process.returncode == 0, stderr[-2000:]
+    return stdout

@@ -10,7 +10,8 @@ are imported (HF_*, OMP_NUM_THREADS) have no effect here. Tests of the start its
     process = server.start("neuzip", "train", "run.toml", cwd=folder, ranks=2)    under torchrun
     stdout, stderr = process.communicate(timeout=600)
 
-The first word is `neuzip`, or the path of a script.
+The first word is `neuzip`, or the path of a script. `Server(forked.COMPILER)` has imported what scripts need
+that compile kernels, and nothing of neuzip.
 """
 
 from __future__ import annotations
@@ -72,16 +73,21 @@ class Forked:
         raise LookupError(f"there is no rank {rank}")
 
 
+COMMANDS, COMPILER = "commands", "compiler"
+"""What a server imports."""
+
+
 class Server:
     """The process that forks. Its output is that of the protocol; it ends with its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: str = COMMANDS, environment: dict[str, str] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="neuzip-forked-"))
         self._count = 0
         self.cpu_seconds = 0.0  # of the server, and of what it forked and has ended
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-P", __file__, imports],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
 
     def start(
         self, *command: object, cwd: Path, ranks: int | None = None, environment: dict[str, str] | None = None
@@ -123,19 +129,37 @@ def _name(rank: int) -> str:
     return f"neuzip-rank-{rank}"
 
 
-def _serve() -> None:
-    import threading
+def _import_compiler() -> None:
+    import torch  # noqa: F401
+    import triton.experimental.gluon  # noqa: F401
+    from triton.backends.nvidia import compiler, driver  # noqa: F401
 
-    import matplotlib.figure  # noqa: F401
+
+def _import_commands() -> None:
+    import numpy as np
+    import typer._adapters  # noqa: F401
     from torch.distributed.launcher import api  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     from neuzip.cli import main
     from neuzip.cli.large_imports import import_large
 
-    for module in ("neuzip.train.trainer", "neuzip.train.loop", "neuzip.eval.measures.perplexity"):
+    for module in (
+        "neuzip.train.trainer", "neuzip.train.loop", "neuzip.train.compressed_array",
+        "neuzip.eval.measures.perplexity", "neuzip.compress.container_job",
+    ):  # fmt: skip
         import_large(module)
+    from neuzip.kernels.rans import vector_form
+
     main.program()
+    for prove in (vector_form.encodes, vector_form.decodes):  # loads what numba needs to load a loop
+        prove(2, np.dtype(np.uint8))
+
+
+def _serve(imports: str) -> None:
+    import threading
+
+    {COMMANDS: _import_commands, COMPILER: _import_compiler}[imports]()
     assert threading.active_count() == 1, "a fork would have one of these threads"
     for line in sys.stdin:
         request = json.loads(line)
@@ -184,7 +208,7 @@ def _code_of(command: list[str]) -> int:
             from neuzip.cli import run
 
             return run()
-        sys.path[0] = str(Path(command[0]).parent)
+        sys.path.insert(0, str(Path(command[0]).parent))
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
@@ -219,4 +243,4 @@ def _torchrun(ranks: int, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1])

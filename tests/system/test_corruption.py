@@ -533,13 +533,14 @@ def test_attacks_are_survived(batch: int, tmp_path: Path) -> None:
 def main(first: int, count: int) -> None:
     """Decode attacks in a process of its own, where indices are checked; a loop without end would kill it."""
     resource.setrlimit(resource.RLIMIT_CPU, (1200, 1200))
+    from neuzip.kernels.device.compiled import read_only
     from neuzip.kernels.rans import cpu
 
     table = rans.Table(1, np.array([1], np.uint16), np.array([2048, 2048], np.uint16))
     out = np.empty(256, np.uint8)
     try:  # that they are: this count is a lie
         cpu.decode(
-            np.zeros(10, np.uint16), np.array([0]), np.array([100]), 256, 8, 1, table.decoder,
+            read_only(np.zeros(10, np.uint16)), np.array([0]), np.array([100]), 256, 8, 1, table.decoder,
             table.exponents, out, out, (out[:0], out[:0]), None,
         )  # fmt: skip
     except IndexError:

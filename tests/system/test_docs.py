@@ -270,7 +270,7 @@ def test_every_command_and_option_exists(page: Path):
             continue
         for command, _ in commands(block):
             words = shlex.split(command)
-            if "neuzip" not in words or words[0] == "vllm":  # --quantization neuzip
+            if "neuzip" not in words or starts_an_engine(words):
                 continue
             verb, *arguments = words[words.index("neuzip") + 1 :]
             if verb == "--help":
@@ -285,14 +285,19 @@ DESTINATIONS = ("dst", "output", "picture", "plot", "page", "keep_state")
 """Parameters of commands that name what is written."""
 
 
+def starts_an_engine(words: list[str]) -> bool:
+    """Whether a command serves a model, so that `neuzip` may be a value: --quantization neuzip."""
+    return words[0] == "vllm" or words[:3] == ["python", "-m", "sglang.launch_server"]
+
+
 def written_by(command: str) -> list[str]:
-    """The files and folders that a command of neuzip, or a copy, writes; vLLM writes none."""
+    """The files and folders that a command of neuzip, or a copy, writes; engines write none."""
     command, _, file = command.partition(" > ")
     words = shlex.split(command, comments=True)
     found = [file] if file else []
     if words[0] == "cp":
         found.append(words[-1])
-    if "neuzip" in words and "--dry-run" not in words:
+    if "neuzip" in words and not starts_an_engine(words) and "--dry-run" not in words:
         verb, *arguments = words[words.index("neuzip") + 1 :]
         if verb in VERBS:
             parser = typer.main.get_command(build_app()).commands[verb]  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import forked
 import pytest
 import torch
 
+from neuzip import cli
 from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.errors import UsageError
 from neuzip.train.distributed import Team, team
@@ -27,28 +29,27 @@ Write = Callable[..., Path]
 TwoRanks = Callable[..., tuple[int, str, str]]
 
 
+def run_file(folder: Path, root: Path, name: str, **changes: Any) -> Path:
+    """NAME.toml for the demo checkpoint, whose output is the folder NAME."""
+    values = {
+        "model": str(root / "eval/demo/checkpoint"), "text": "demo", "output": str(folder / name),
+        "steps": 4, "lr": 1e-3, "window": 16, "batch_size": 4, "device": "cpu", **changes,
+    }  # fmt: skip
+    path = folder / f"{name}.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    return path
+
+
 @pytest.fixture
 def write(tmp_path: Path, root: Path) -> Write:
-    """Write NAME.toml for the demo checkpoint, whose out is the folder NAME."""
-
-    def make(name: str, **changes: Any) -> Path:
-        values = {
-            "model": str(root / "eval/demo/checkpoint"), "text": "demo", "output": str(tmp_path / name),
-            "steps": 4, "lr": 1e-3, "window": 16, "batch_size": 4, "device": "cpu", **changes,
-        }  # fmt: skip
-        path = tmp_path / f"{name}.toml"
-        path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
-        return path
-
-    return make
+    """Write NAME.toml in the test's folder."""
+    return partial(run_file, tmp_path, root)
 
 
-def torchrun(folder: Path, *command: object, gpus: bool = False) -> tuple[int, str, str]:
-    """Exit code and output of two processes, which see no GPU if they are not to."""
+def torchrun(folder: Path, *command: object) -> tuple[int, str, str]:
+    """Exit code and output of two processes."""
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    if not gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *map(str, command)],
         capture_output=True, text=True, env=environment, cwd=folder, timeout=600,
@@ -85,17 +86,24 @@ def weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
+    """The results of one process with half a micro batch."""
+    folder = tmp_path_factory.mktemp("one")
+    assert cli.run(["train", str(run_file(folder, root, "one", micro_batch_size=2)), "--quiet"]) == 0
+    return folder / "one"
+
+
 @pytest.mark.slow
 def test_two_processes_are_one_with_half_a_micro_batch(
-    write: Write, neuzip: Callable[..., Any], tmp_path: Path
+    write: Write, two_ranks: TwoRanks, one: Path, tmp_path: Path
 ) -> None:
-    code, stdout, stderr = torchrun(tmp_path, "--no-python", "neuzip", "train", write("two"), "--json")
+    code, stdout, stderr = two_ranks("neuzip", "train", write("two"), "--json")
     assert code == 0, stderr
     said = json.loads(stdout)  # one of them speaks
     assert (said["processes"], said["steps"]) == (2, 4)
-    assert neuzip("train", write("one", micro_batch_size=2)).exit_code == 0
-    assert weights(tmp_path / "two") == weights(tmp_path / "one")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert weights(tmp_path / "two") == weights(one)
+    assert losses(tmp_path / "two") == pytest.approx(losses(one), rel=1e-6)
     tokens = [json.loads(line)["tokens"] for line in (tmp_path / "two/log.jsonl").read_text().splitlines()]
     assert tokens == [64] * 4
     names = {p.name for p in (tmp_path / "two").iterdir()}
@@ -107,7 +115,7 @@ def test_two_gpus_learn_what_one_does(write: Write, neuzip: Callable[..., Any], 
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     command = ("--no-python", "neuzip", "train", write("two", device="cuda", steps=20), "--json")
-    code, stdout, stderr = torchrun(tmp_path, *command, gpus=True)
+    code, stdout, stderr = torchrun(tmp_path, *command)
     assert code == 0, stderr
     assert json.loads(stdout)["processes"] == 2
     assert neuzip("train", write("one", device="cuda", steps=20, micro_batch_size=2)).exit_code == 0
@@ -154,7 +162,7 @@ def meddling(folder: Path, what: str) -> Path:
 
 @pytest.mark.slow
 def test_a_signal_to_one_stops_all_after_the_same_step_and_they_go_on(
-    write: Write, neuzip: Callable[..., Any], two_ranks: TwoRanks, tmp_path: Path
+    write: Write, two_ranks: TwoRanks, one: Path, tmp_path: Path
 ) -> None:
     what = "if os.environ['RANK'] == '1' and self.steps == 2: os.kill(os.getpid(), signal.SIGINT)"
     code, _, stderr = two_ranks(meddling(tmp_path, what), "train", write("two"))
@@ -162,8 +170,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step_and_they_go_on(
     assert errors(stderr) == ["error: interrupted"]
     code, _, stderr = two_ranks("neuzip", "train", write("two"), "--resume")
     assert code == 0 and "resuming after step 2" in stderr
-    assert neuzip("train", write("one", micro_batch_size=2)).exit_code == 0
-    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+    assert weights(tmp_path / "two") == weights(one)
     assert len(losses(tmp_path / "two")) == 4
 
 

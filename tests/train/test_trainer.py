@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import math
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import training
 import transformers
-from forked import NO_COLLECTOR
 from torch import Tensor, nn
 from training import FOR_A_GPU, SIZES, VOCABULARY, batches, bits, llama, plain, trained
 
@@ -628,13 +626,12 @@ def test_the_hook_in_has_three_lines(tmp_path: Path) -> None:
 # Several processes.
 
 _RANK = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 from training import batches, bits, llama
 from neuzip.train.trainer import train_compressed
-import pickle
 torch.set_num_threads(1)
-rank = int(sys.argv[1])
+rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method={file!r}, rank=rank, world_size=2)
 found = []
 for optimizer, tied in (("sgd", False), ("adamw8bit", True)):
@@ -647,18 +644,16 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path) -> None:
-    out = str(tmp_path / "found")
+def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path, forks: forked.Server) -> None:
+    out, script = str(tmp_path / "found"), tmp_path / "rank.py"
     support = os.path.dirname(training.__file__)
-    script = NO_COLLECTOR + _RANK.format(tests=support, file=f"file://{tmp_path / 'meet'}", out=out)
+    script.write_text(_RANK.format(tests=support, file=f"file://{tmp_path / 'meet'}", out=out))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", NO_COLLECTOR + script, str(rank)], env=environment, cwd=tmp_path
-        )
-        for rank in range(2)
+        forks.start(script, cwd=tmp_path, environment=environment | {"RANK": str(rank)}) for rank in range(2)
     ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert [rank.communicate(timeout=300)[1] for rank in ranks] == ["", ""]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     one, other = (torch.load(out + str(rank), weights_only=True) for rank in range(2))
     assert one == other
     for (losses, weights), (optimizer, tied) in zip(one, (("sgd", False), ("adamw8bit", True)), strict=True):

@@ -1,11 +1,12 @@
-"""The tensors of a compressed folder for vLLM: decoded a few at a time, in the order of the files.
+"""The tensors of weight files that an engine found: decoded a few at a time, in the order of the files.
 
-Only the weight files are needed, as each container tells its own tensors: vLLM downloads files of a Hub
-repository by patterns, and which ones of the folder neuzip/ come is up to it.
+Only the weight files are needed, as each container tells its own tensors: engines download files of a Hub
+repository by patterns, and which ones of the folder neuzip/ come is up to them.
 """
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,14 +43,9 @@ def with_all_shards(files: Sequence[str]) -> list[Path]:
     for path in list(paths):
         match = _SHARD.match(path.name)
         if match is not None:
-            pattern = f"{glob_escaped(match['before'])}-*-of-{match['count']}.safetensors"
+            pattern = f"{glob.escape(match['before'])}-*-of-{match['count']}.safetensors"
             paths |= {other for other in path.parent.glob(pattern) if _SHARD.match(other.name)}
     return sorted(paths)
-
-
-def glob_escaped(name: str) -> str:
-    """A name that a pattern matches literally."""
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def opened(files: Sequence[str]) -> FolderSource:
@@ -66,15 +62,11 @@ def decoded_tensors(
     tensors = [tensor for tensor in source.tensors() if is_wanted(tensor.name)]
     with Workers() as workers:
         for group in _groups(tensors):
-            values = read_tensors(source, group, device, workers)
+            with torch.device("cpu"):  # vLLM loads weights where a GPU is the default device
+                values = read_tensors(source, group, device, workers)
             values.reverse()
             for tensor in group:  # which are freed one by one
                 yield tensor.name, values.pop()
-
-
-def ternary_count(source: FolderSource) -> int:
-    """How many tensors are stored ternary."""
-    return sum(isinstance(source.resolve(t).record, TernaryRecord) for t in source.tensors())
 
 
 def head_of_its_own(source: FolderSource) -> str | None:
@@ -100,3 +92,8 @@ def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
         left -= tensor.info.nbytes
     if group:
         yield group
+
+
+def ternary_count(source: FolderSource) -> int:
+    """How many tensors are stored ternary."""
+    return sum(isinstance(source.resolve(t).record, TernaryRecord) for t in source.tensors())
