@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
 
 DEMO = Path(__file__).resolve().parents[2] / "eval" / "demo" / "checkpoint"
 """The built-in model: trained, with tied embeddings, 1,024 words, 4 heads of queries and 2 of keys."""
@@ -30,6 +30,20 @@ def untied(folder: Path, seed: int = 1, spread: float = 0.2, shard: str = "5GB")
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def keys_as_values(folder: Path) -> Path:
+    """Write a bf16 Gemma 4, whose last layer has one weight for keys and values, and return the folder."""
+    torch.manual_seed(1)
+    config = Gemma4TextConfig(
+        vocab_size=WORDS, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_global_key_value_heads=2, head_dim=64, global_head_dim=64,
+        attention_k_eq_v=True, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=WORDS, max_position_embeddings=64,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    Gemma4ForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 
