@@ -98,6 +98,16 @@ def require_packable(config: VllmConfig, dtype: torch.dtype) -> None:
         )
 
 
+def require_unpacked(model: torch.nn.Module) -> None:
+    """Raise VllmRefusal if a layer of a model has a packed weight, which vLLM cannot replace."""
+    for layer in model.modules():
+        if getattr(layer, "neuzip_packed", None) is not None:
+            raise VllmRefusal(
+                "neuzip: packed weights cannot be reloaded into a running engine",
+                "start vLLM again, or with the residency 'dense'",
+            )
+
+
 class PackedWeightMethod(LinearMethodBase):
     """The method of a layer with a packed weight. `exact` decodes it before each product.
 
@@ -146,6 +156,8 @@ class PackedWeightMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Layer) -> None:
         """Pack the weight of a layer that has all of it, and free the dense one."""
         if layer.neuzip_packed is not None or layer.neuzip_tied is not None:
+            if hasattr(layer, "weight"):  # which vLLM has loaded once more
+                require_unpacked(layer)
             return
         dense = with_padding(layer.weight.data, layer.neuzip_rows)
         del layer.weight
