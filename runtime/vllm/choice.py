@@ -58,7 +58,7 @@ def require_packable(config: VllmConfig, dtype: torch.dtype) -> None:
     if dtype not in torch_dtypes_for("packed"):
         raise VllmRefusal(
             f"neuzip: packed weights are bfloat16 or float16, and the model's dtype is {dtype}",
-            "give `--dtype bfloat16`, or the residency 'dense'",
+            "serve the model in bfloat16, or the residency 'dense'",
         )
     if not current_platform.is_cuda() and not current_platform.is_cpu():
         raise VllmRefusal(

@@ -81,7 +81,7 @@ class Built:
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     hidden = shutil.ignore_patterns(
-        ".venv", ".typing", ".carry", ".fuzz", ".git", ".*_cache", ".hypothesis", "__pycache__", "build",
+        ".venv*", ".typing", ".carry", ".fuzz", ".git", ".*_cache", ".hypothesis", "__pycache__", "build",
         "dist", "*.egg-info", "*.nb[ic]", "neuzip-demo",
     )  # fmt: skip
     tree = shutil.copytree(ROOT, tmp_path_factory.mktemp("built") / "tree", ignore=hidden)
