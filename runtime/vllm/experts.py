@@ -178,12 +178,23 @@ class PackedExpertsMethod(FusedMoEMethodBase):
 
 
 def _packed(layer: Layer, name: str) -> PackedTensor:
-    """A weight [experts, out, in] of a layer, packed as [experts * out, in] and the layer's instead of it."""
+    """A weight [experts, out, in] of a layer, packed as [experts * out, in].
+
+    Its arrays are the layer's parameters instead of it. The words have its name: with expert parallelism vLLM
+    looks for it when tensors of other ranks' experts come late.
+    """
     dense = getattr(layer, name).data
     delattr(layer, name)
     with torch.device("cpu"):  # vLLM loads weights where a GPU is the default device
         packed = ops.pack(dense.reshape(-1, dense.shape[-1]).contiguous())
     for array_name, array in zip(ARRAYS, packed.arrays, strict=True):
         parameter = torch.nn.Parameter(array, requires_grad=False)
-        layer.register_parameter(name.replace("weight", array_name), parameter)
+        set_weight_attrs(parameter, {"weight_loader": _load_nothing})
+        own_name = name if array_name == "words" else name.replace("weight", array_name)
+        layer.register_parameter(own_name, parameter)
     return packed
+
+
+def _load_nothing(*_: object, **__: object) -> bool:
+    """vLLM's loader of a parameter whose weights have all come: it takes nothing, and says so."""
+    return False

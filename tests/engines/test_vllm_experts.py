@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +61,7 @@ def experts_of(engine: Any) -> dict[str, list[Any]]:
                 both = held.gate_up, held.down
                 bits = sum(p.nbytes for p in both) * 8 / sum(p.shape[0] * p.shape[1] for p in both)
                 found[name] = [held.experts, *(tuple(p.shape) for p in both), bits]
-                dense = sum(p.numel() * p.element_size() for p in layer.parameters() if p.dim() == 3)
-                assert not hasattr(layer, "w13_weight") and dense < sum(p.nbytes for p in both)
+                assert sum(p.nbytes for p in layer.parameters()) <= sum(p.nbytes for p in both)
         return found
 
     (found,) = engine.apply_model(of)
@@ -99,6 +99,29 @@ def test_dense_and_exact_experts_have_the_logits_of_the_original(
     with started(folders[f"{model}.nz"], **options) as engine:
         assert logits(engine, tokens=NEW) == logits(originals[model], tokens=NEW)
         assert experts_of(engine) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("mixtral", {}), ("qwen3", {"enable_expert_parallel": True, "enforce_eager": False})],
+    ids=["parts of each expert", "some experts each, compiled"],
+)
+def test_two_ranks_take_the_tokens_of_the_original(
+    model: str, options: Any, folders: dict[str, Path], originals: dict[str, Any], say: Any
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    say(f"vLLM starts with two worker processes: {model}, {options}")
+    job = {
+        "folder": folders[f"{model}.nz"],
+        "options": {"tensor_parallel_size": 2, **options, **residency("packed")},
+    }
+    (result,), log = in_other_process(
+        job, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, cores)),
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+    )  # fmt: skip
+    assert "error" not in result, (result, log[-3000:])
+    assert "experts stay dense" not in log
+    say(f"two ranks, {model}: {assert_chosen_or_tied(originals[model], result['tokens'])} tokens tied")
 
 
 def test_experts_lack_no_tensor_and_say_once_why_they_stay_dense(

@@ -107,3 +107,32 @@ def test_one_graph_is_right_for_experts_of_other_windows() -> None:
         assert same_bits(y, packed_experts(x, index, shares, gate_up, down, experts, gate))
     assert len(graphs) == 1
     assert not [a for node in graphs[0].graph.nodes for a in node.args if isinstance(a, int | float)]
+
+
+@pytest.mark.gpu
+def test_held_experts_in_a_cuda_graph() -> None:
+    """A graph is recorded after one run, as vLLM does it, and computes anew for other x, ids and weights."""
+    experts, inner, columns, tokens = 8, 256, 512, 6
+    gate_up, down = (
+        ops.pack(tensors.gaussian(experts * out, k, dtype=torch.bfloat16, deviation=0.05).cuda())
+        for out, k in ((2 * inner, columns), (columns, inner))
+    )
+    experts_id = hold_experts(layer := HeldExperts(gate_up, down, experts))
+
+    def inputs(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(tokens, columns, generator=generator).bfloat16()
+        ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :2].to(torch.int32)
+        return x.cuda(), ids.cuda(), torch.rand(tokens, 2, generator=generator).cuda()
+
+    with torch.inference_mode():
+        x, ids, shares = inputs(1)
+        torch.ops.neuzip.held_experts(x, ids, shares, experts_id)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = torch.ops.neuzip.held_experts(x, ids, shares, experts_id)
+        for seed in (2, 3):
+            for own, other in zip((x, ids, shares), inputs(seed), strict=True):
+                own.copy_(other)
+            graph.replay()
+            assert same_bits(y, packed_experts(x, ids, shares, layer.gate_up, layer.down, experts))
