@@ -130,7 +130,9 @@ def test_products(rows: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert not packed_checks.multiplies(x, packed, bias, with_wrong_words)
 
 
-@pytest.mark.filterwarnings("error:invalid value:RuntimeWarning:neuzip", "ignore:invalid value:RuntimeWarning:numpy")
+@pytest.mark.filterwarnings(
+    "error:invalid value:RuntimeWarning:neuzip", "ignore:invalid value:RuntimeWarning:numpy"
+)
 @pytest.mark.parametrize(
     ("dtype", "size"), [(torch.float16, 1e-5), (torch.float16, 1e-7), (BF16, 1e-39), (BF16, 0.02)], ids=str
 )
