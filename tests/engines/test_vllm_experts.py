@@ -50,6 +50,30 @@ def originals(folders: dict[str, Path], say: Any) -> Iterator[dict[str, Any]]:
     engines.clear()
 
 
+# Comes first: an engine that ends in this process ends the process groups of the originals, too.
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("mixtral", {}), ("qwen3", {"enable_expert_parallel": True, "enforce_eager": False})],
+    ids=["parts of each expert", "some experts each, compiled"],
+)
+def test_two_ranks_take_the_tokens_of_the_original(
+    model: str, options: Any, folders: dict[str, Path], originals: dict[str, Any], say: Any
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    say(f"vLLM starts with two worker processes: {model}, {options}")
+    job = {
+        "folder": folders[f"{model}.nz"],
+        "options": {"tensor_parallel_size": 2, **options, **residency("packed")},
+    }
+    (result,), log = in_other_process(
+        job, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, cores)),
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+    )  # fmt: skip
+    assert "error" not in result, (result, log[-3000:])
+    assert "experts stay dense" not in log
+    say(f"two ranks, {model}: {assert_chosen_or_tied(originals[model], result['tokens'])} tokens tied")
+
+
 def experts_of(engine: Any) -> dict[str, list[Any]]:
     """Of each layer whose experts are packed: experts, shapes of both weights, and bits a weight."""
 
@@ -99,29 +123,6 @@ def test_dense_and_exact_experts_have_the_logits_of_the_original(
     with started(folders[f"{model}.nz"], **options) as engine:
         assert logits(engine, tokens=NEW) == logits(originals[model], tokens=NEW)
         assert experts_of(engine) == {}
-
-
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [("mixtral", {}), ("qwen3", {"enable_expert_parallel": True, "enforce_eager": False})],
-    ids=["parts of each expert", "some experts each, compiled"],
-)
-def test_two_ranks_take_the_tokens_of_the_original(
-    model: str, options: Any, folders: dict[str, Path], originals: dict[str, Any], say: Any
-) -> None:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    say(f"vLLM starts with two worker processes: {model}, {options}")
-    job = {
-        "folder": folders[f"{model}.nz"],
-        "options": {"tensor_parallel_size": 2, **options, **residency("packed")},
-    }
-    (result,), log = in_other_process(
-        job, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, cores)),
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",
-    )  # fmt: skip
-    assert "error" not in result, (result, log[-3000:])
-    assert "experts stay dense" not in log
-    say(f"two ranks, {model}: {assert_chosen_or_tied(originals[model], result['tokens'])} tokens tied")
 
 
 def test_experts_lack_no_tensor_and_say_once_why_they_stay_dense(
