@@ -52,9 +52,13 @@ class NeuzipModelLoader(DefaultModelLoader):
         self._names: set[str] = set()
         """The names of all tensors that a model was given, as the checkpoint has them."""
 
+        self._is_checked = False
+        """Whether it is for neuzip to find out what the model lacks."""
+
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Fill a model. Raises VllmRefusal where tensors are missing, and FormatError for damaged files."""
-        if model_config.quantization != "neuzip":
+        self._is_checked = model_config.quantization == "neuzip"
+        if not self._is_checked:  # such as the draft model of one that is
             super().load_weights(model, model_config)
             return
         from neuzip.runtime.vllm.prefetch import prefetch_kernels_of
@@ -70,7 +74,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         self, model: nn.Module, loaded_weights: set[str] | None, *rest: Any, **others: Any
     ) -> None:
         """What vLLM calls when `model` has been filled, with the names of the parameters that were."""
-        if not self._names:
+        if not self._is_checked or not self._names:
             super().track_weights_loading(model, loaded_weights, *rest, **others)
             return
         from neuzip.runtime.vllm.completeness import require_all_loaded
