@@ -151,11 +151,13 @@ def measured(server: Server) -> dict[str, Any]:
     say(f"{setup.form}: room for {figures['kv_tokens']:,} tokens")
     if setup.sequences:
         texts = Path(setup.texts)
+        prompts = server.prompts(TEXTS, SHORT)
         if setup.form == "packed":
-            write_texts(server, texts)
+            texts.write_text(json.dumps(decoded_texts(server, prompts)))
         else:
             figures["agreement"] = agreement(server, json.loads(texts.read_text()))
-            say(f"agreement: {figures['agreement']}")
+            figures["own_agreement"] = agreement(server, decoded_texts(server, prompts))
+            say(f"agreement: {figures['agreement']}, of bf16's own texts {figures['own_agreement']}")
         figures["tokens_s"] = {count: tokens_per_second(server, count) for count in setup.sequences}
     if setup.prompt:
         figures["first_token_s"] = first_token_seconds(server)
@@ -165,17 +167,15 @@ def measured(server: Server) -> dict[str, Any]:
     return figures
 
 
-def write_texts(server: Server, path: Path) -> None:
-    """Keep the prompts and the tokens that packed weights choose."""
-    prompts = server.prompts(TEXTS, SHORT)
+def decoded_texts(server: Server, prompts: Sequence[list[int]]) -> list[dict[str, list[int]]]:
+    """Prompts with the tokens that the server chooses after them, decoded one by one."""
     outputs = server.generate(prompts, TEXT_TOKENS)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    path.write_text(json.dumps([{"prompt": p, "tokens": t} for p, t in zip(prompts, tokens, strict=True)]))
+    return [{"prompt": p, "tokens": t} for p, t in zip(prompts, tokens, strict=True)]
 
 
 def agreement(server: Server, texts: Sequence[dict[str, list[int]]]) -> dict[str, int]:
     """How many tokens of `texts` are the server's own choice, and how many others are tied with it."""
-    server.prompts(TEXTS, SHORT)  # so that all later prompts are those of packed
     whole = [text["prompt"] + text["tokens"] for text in texts]
     found = {"tokens": 0, "chosen": 0, "tied": 0}
     for text, output in zip(texts, server.generate(whole, 1, prompt_logprobs=1), strict=True):

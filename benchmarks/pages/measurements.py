@@ -8,7 +8,7 @@ from pages.attention import attention, attention_accuracy, kv_attention, kv_cach
 from pages.codecs import codec, gpu_codec, memory
 from pages.layout import Document, anchor, is_measured, load, measured, render
 from pages.reliability import faults
-from pages.running import cold_start, experts, generate, packed_linear
+from pages.running import cold_start, experts, generate, packed_linear, vllm
 from pages.ternary import bitnet, recovery, ternary_conversion, ternary_linear
 from pages.training import layers, linear_cross_entropy, mix_ln, train_memory
 from pages.weights import delta, expert_use, group_formats, plans, sweep, tied_embedding
@@ -47,8 +47,8 @@ def topics() -> dict[str, list[str]]:
         ),
         "codecs": measured((("cpu_codec",), codec), (("gpu_codec",), gpu_codec), (("memory",), memory)),
         "running": measured(
-            (("packed_linear",), packed_linear), (("generate",), generate), (("experts",), experts),
-            (("cold_start",), cold_start),
+            (("packed_linear",), packed_linear), (("generate",), generate), (("serve_vllm",), vllm),
+            (("experts",), experts), (("cold_start",), cold_start),
         ),
         "ternary": measured(
             (conversion, lambda *found: ternary_conversion(dict(zip(CONVERTED, found, strict=True)))),

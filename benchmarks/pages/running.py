@@ -99,6 +99,47 @@ def experts(document: Document) -> str:
     return render("running.experts", document, models, layer_table(rows, cases), errors, greedy)
 
 
+def served(document: Document) -> dict[str, dict[str, dict[str, Row]]]:
+    """Rows of vLLM by card, by what was measured, and by form."""
+    cards: dict[str, dict[str, dict[str, Row]]] = {}
+    for name, part in document["sections"].items():
+        rows = cards.setdefault(name.split(", ", 1)[1], {})
+        for row in part["results"]:
+            rows.setdefault(row["what"], {})[row["by"]] = row
+    return cards
+
+
+def vllm(document: Document) -> str:
+    """vLLM with packed weights beside the same vLLM with bf16: two columns for each card."""
+    cards = served(document)
+    lines = [
+        [
+            what,
+            *(
+                served_figure(rows.get(what, {}).get(by))
+                for rows in cards.values()
+                for by in ("bf16", "packed")
+            ),
+        ]
+        for what in dict.fromkeys(what for rows in cards.values() for what in rows)
+    ]
+    heads = [f"{card}, {form}" for card in cards for form in ("bf16", "packed")]
+    return render("running.vllm", document, table(["what", *heads], lines))
+
+
+def served_figure(row: Row | None) -> str:
+    """A figure of vLLM; with packed weights its ratio to bf16 comes first, and its target last."""
+    if row is None:
+        return ""
+    digits = 0 if isinstance(row["value"], int) or row["value"] >= 1000 else 1
+    figure = f"{row['value']:,.{digits}f} {row['unit']}"
+    if row["by"] != "packed":
+        return figure
+    late = slower(row["ratio"]) if row["unit"].endswith("/s") else ""
+    aim = with_aim(row["ratio"], (row.get("must"), None), most=row.get("most", False))
+    return f"{row['ratio']:.3f}{late}, {figure}{aim}"
+
+
 DENSE_EXPERTS = ("grouped_mm", "batched_mm")
 """How transformers computes experts with bf16 weights: the faster one is what others are compared with."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from expert_cases import MODEL_NAMES, QWEN
 from packed_groups import group_figures
 
 from pages.layout import (
@@ -17,7 +18,7 @@ from pages.layout import (
     slower_results,
 )
 from pages.measurements import figures, parts
-from pages.running import MODEL_NAMES, mixture_rows, serving
+from pages.running import mixture_rows, served, serving
 from pages.ternary import RECOVERY_AIMS
 from pages.training import MEMORY_AIMS, SPEED_AIMS
 
@@ -33,7 +34,7 @@ def short() -> dict[str, str]:
         (("sweep-demo",), lambda document: rounded_result("demo", document)),
         (("recovery", "ternary-conversion-wikilm-26m"), recovery_result),
         (("delta",), delta_result), (("gpu_codec",), codec_speeds), (("generate",), running_speeds),
-        (("packed_linear",), matmul_speeds), (("experts",), mixture_speeds),
+        (("packed_linear",), matmul_speeds), (("serve_vllm",), served_speeds), (("experts",), mixture_speeds),
         (("bitnet",), bitnet_speed), (("attention",), attention_speed),
         (("linear_cross_entropy",), cross_entropy_speed), (("train_memory",), training_speed),
     )  # fmt: skip
@@ -182,11 +183,22 @@ def running_speeds(document: Document) -> str:
     return render("summary.running", {(r["what"], r["by"]): r for r in rows}, serving(document))
 
 
-def mixture_speeds(document: Document) -> str:
-    """Mixtures of experts, whose weights look trained, beside the faster bf16 of transformers."""
+def served_speeds(document: Document) -> str:
+    """vLLM with packed weights: a row for each card."""
     return "\n".join(
-        render("summary.mixture", name, *mixture_rows(document, model)) for model, name in MODEL_NAMES.items()
-    )
+        render(
+            "summary.served", card.split(" ")[1],
+            rows["served tokens/s, 1 sequence"], rows["served tokens/s, 128 sequences"],
+            rows["served time to first token"], rows["served requests/s, scarce room"],
+        )
+        for card, rows in served(document).items()
+    )  # fmt: skip
+
+
+def mixture_speeds(document: Document) -> str:
+    """A mixture of experts, whose weights look trained, beside the faster bf16 of transformers."""
+    name = MODEL_NAMES[QWEN]  # it gains less than Mixtral does
+    return render("summary.mixture", name, *mixture_rows(document, QWEN))
 
 
 def matmul_speeds(document: Document) -> str:

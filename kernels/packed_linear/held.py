@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,25 +28,42 @@ import torch
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 
-_HELD: WeakValueDictionary[int, PackedTensor] = WeakValueDictionary()
-"""Packed weights by their number, for as long as their owner keeps them."""
+T = TypeVar("T")
 
-_numbers = itertools.count(1)
+
+class HeldTable(Generic[T]):
+    """What this process has of a kind, by number, for as long as its owner keeps it."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._entries: WeakValueDictionary[int, T] = WeakValueDictionary()
+        self._numbers = itertools.count(1)
+
+    def hold(self, entry: T) -> torch.Tensor:
+        """A new number for `entry`, int64 [1] on the CPU. The caller has to keep `entry` alive."""
+        number = next(self._numbers)
+        self._entries[number] = entry
+        return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+    def entry(self, number: torch.Tensor) -> T:
+        """What has a number. Raises RuntimeError if this process holds nothing of that number."""
+        entry = self._entries.get(int(number))
+        if entry is None:
+            raise RuntimeError(f"this process holds no {self._kind} of number {int(number)}")
+        return entry
+
+
+_WEIGHTS: HeldTable[PackedTensor] = HeldTable("packed weights")
 
 
 def hold(packed: PackedTensor) -> torch.Tensor:
     """The number of packed weights, int64 [1] on the CPU. The caller has to keep `packed` alive."""
-    number = next(_numbers)
-    _HELD[number] = packed
-    return torch.tensor([number], dtype=torch.int64, device="cpu")
+    return _WEIGHTS.hold(packed)
 
 
 def held(weight_id: torch.Tensor) -> PackedTensor:
     """The packed weights of a number. Raises RuntimeError if this process has none of that number."""
-    packed = _HELD.get(int(weight_id))
-    if packed is None:
-        raise RuntimeError(f"this process holds no packed weights of number {int(weight_id)}")
-    return packed
+    return _WEIGHTS.entry(weight_id)
 
 
 _library = torch.library.Library("neuzip", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -2,10 +2,10 @@
 
 vLLM checks little of a quantized model. What is checked here:
 
-* a packed layer has as many values as its shape says (vLLM counts them while they come);
+* a packed layer, experts too, has as many values as its shape says (vLLM counts them while they come);
 * every other parameter is one of those that the model's `load_weights` returned;
 * of a parameter that several tensors make up, such as qkv_proj, all tensors came;
-* all experts of a layer have the same tensors.
+* all experts of a layer have the same tensors, and of dense experts both parameters are filled or none.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 
 from torch import nn
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from neuzip.runtime.vllm.experts import WEIGHTS, PackedExpertsMethod
 from neuzip.runtime.vllm.methods import PackedWeightMethod
 from neuzip.runtime.vllm.versions import VllmRefusal
 
@@ -59,6 +61,8 @@ def _incomplete_layers(model: nn.Module) -> Iterator[str]:
         method = getattr(layer, "quant_method", None)
         if isinstance(method, PackedWeightMethod) and not method.is_complete(layer):
             yield f"{prefix}.weight"
+        if isinstance(method, PackedExpertsMethod):
+            yield from (f"{prefix}.{name}" for name in method.incomplete(layer))
 
 
 def _unfilled(model: nn.Module, loaded: set[str]) -> Iterator[str]:
@@ -68,7 +72,12 @@ def _unfilled(model: nn.Module, loaded: set[str]) -> Iterator[str]:
         method = getattr(layer, "quant_method", None)
         if isinstance(method, PackedWeightMethod | BaseKVCacheMethod):
             continue
-        # vLLM makes parameters of its own in other layers with a method, such as experts.
+        if isinstance(layer, RoutedExperts) and not isinstance(method, PackedExpertsMethod):
+            weights = {f"{prefix}.{name}": getattr(layer, name, None) for name in WEIGHTS}
+            lacking = [name for name, weight in weights.items() if id(weight) not in filled]
+            yield from lacking if len(lacking) < len(weights) else ()  # else they may have come in other ways
+            continue
+        # vLLM makes parameters of its own in other layers with a method.
         if method is not None and not isinstance(layer, LinearBase | VocabParallelEmbedding):
             continue
         for name, parameter in layer.named_parameters(prefix, recurse=False):

@@ -71,8 +71,8 @@ class VllmConfigOfNeuzip(QuantizationConfig):
         return serving_options(neuzip_options, self.entry, is_compressed=self.is_compressed)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves it to vLLM, as attention and experts. Raises VllmRefusal."""
-        from neuzip.runtime.vllm.methods import method_of
+        """The method of a layer; None leaves it to vLLM, as attention. Raises VllmRefusal."""
+        from neuzip.runtime.vllm.choice import method_of
 
         return method_of(layer, prefix, self.options())
 

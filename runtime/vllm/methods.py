@@ -15,11 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import envs
-from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm, dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
@@ -30,82 +26,20 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.kernels.packed_linear.held import held, hold
 from neuzip.kernels.packed_linear.tensor import ARRAYS
-from neuzip.runtime.vllm.options import ServingOptions
-from neuzip.runtime.vllm.versions import VllmRefusal
+from neuzip.runtime.vllm.reloading import require_unpacked
 from neuzip.runtime.weights.base import SMALLEST
-
-logger = init_logger("vllm.neuzip")
 
 Layer = Any
 """A module of vLLM, with the attributes that PackedWeightMethod describes."""
-
-EXPERTS = ("FusedMoE", "RoutedExperts")
-"""Classes of vLLM that hold all experts of a layer: of 0.26, and of later versions."""
-
-
-def method_of(layer: Layer, prefix: str, options: ServingOptions) -> QuantizeMethodBase | None:
-    """The method of a layer of a model; None for what vLLM chooses itself. Raises VllmRefusal.
-
-    A layer stays dense if it is small, or has a dtype that is not packed.
-    """
-    is_packed = options.residency == "packed"
-    if is_packed:
-        require_packable(get_current_vllm_config(), torch.get_default_dtype())
-    if isinstance(layer, LinearBase):
-        is_packed = is_packed and layer.params_dtype in torch_dtypes_for("packed")
-        is_packed = is_packed and can_be_packed(layer.output_size, layer.input_size)
-        return PackedWeightMethod(options.exact) if is_packed else UnquantizedLinearMethod()
-    if isinstance(layer, VocabParallelEmbedding):  # whose params_dtype is set later
-        is_packed = is_packed and can_be_packed(layer.num_embeddings, layer.embedding_dim)
-        return PackedWeightMethod(options.exact) if is_packed else UnquantizedEmbeddingMethod()
-    if is_packed and any(c.__name__ in EXPERTS for c in type(layer).__mro__):
-        logger.warning_once("neuzip: experts stay dense in vLLM; the other layers are packed")
-    return None
 
 
 def can_be_packed(out: int, columns: int) -> bool:
     """Whether a matrix of this shape is packed: it is large enough to gain, and not too wide for the form."""
     return out * columns >= SMALLEST and columns <= MAX_COLUMNS
-
-
-def require_packable(config: VllmConfig, dtype: torch.dtype) -> None:
-    """Raise VllmRefusal for a start in which weights cannot be packed, `dtype` being that of the model."""
-    if dtype not in torch_dtypes_for("packed"):
-        raise VllmRefusal(
-            f"neuzip: packed weights are bfloat16 or float16, and the model's dtype is {dtype}",
-            "give `--dtype bfloat16`, or the residency 'dense'",
-        )
-    if not current_platform.is_cuda() and not current_platform.is_cpu():
-        raise VllmRefusal(
-            f"neuzip: packed weights need an NVIDIA GPU or a CPU, not {current_platform.device_name}",
-            "give the residency 'dense'",
-        )
-    if envs.VLLM_BATCH_INVARIANT:
-        raise VllmRefusal(
-            "neuzip: products with packed weights are not batch invariant, as VLLM_BATCH_INVARIANT asks",
-            "unset it, or give the residency 'dense'",
-        )
-    offload = config.offload_config
-    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
-        raise VllmRefusal(
-            "neuzip: vLLM cannot offload packed weights to the CPU",
-            "leave out `--cpu-offload-gb` and `--offload-group-size`, or give the residency 'dense'",
-        )
-
-
-def require_unpacked(model: torch.nn.Module) -> None:
-    """Raise VllmRefusal if a layer of a model has a packed weight, which vLLM cannot replace."""
-    for layer in model.modules():
-        if getattr(layer, "neuzip_packed", None) is not None:
-            raise VllmRefusal(
-                "neuzip: packed weights cannot be reloaded into a running engine",
-                "start vLLM again, or with the residency 'dense'",
-            )
 
 
 class PackedWeightMethod(LinearMethodBase):

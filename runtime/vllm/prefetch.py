@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from neuzip.kernels.packed_linear.tensor import PackedTensor
+from neuzip.runtime.vllm.experts import PackedExpertsMethod
 from neuzip.runtime.vllm.methods import Layer, PackedWeightMethod
 
 logger = init_logger("vllm.neuzip")
@@ -42,8 +43,11 @@ def launches_of(model: nn.Module) -> list[Callable[[], object]]:
 
     products: set[tuple[int, int, torch.dtype, bool]] = set()
     looked_up: set[tuple[int, int, torch.dtype]] = set()
+    experts: set[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]] = set()
     layers: Iterable[Layer] = model.modules()
     for layer in layers:
+        if isinstance(getattr(layer, "quant_method", None), PackedExpertsMethod):
+            experts.add((*layer.neuzip_shapes, layer.neuzip_dtype, layer.top_k))
         if not isinstance(getattr(layer, "quant_method", None), PackedWeightMethod):
             continue
         shape = layer.neuzip_rows, layer.neuzip_columns, layer.neuzip_dtype
@@ -60,4 +64,23 @@ def launches_of(model: nn.Module) -> list[Callable[[], object]]:
     for out, columns, dtype, bias in products:
         packed = PackedTensor.without_values(out, columns, dtype, LOW_BITS)
         launches += [partial(compile_products, packed, rows, bias) for rows in ROWS]
+    for first, second, dtype, k in experts:
+        launches += _launches_of_experts(first, second, dtype, k)
+    return launches
+
+
+def _launches_of_experts(
+    first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype, k: int
+) -> list[Callable[[], object]]:
+    """What experts of a layer launch: the shapes [experts, out, in] of both weights, k experts a token."""
+    from neuzip.kernels.experts.ops import compile_layer
+    from neuzip.kernels.packed_linear.triton import pack
+
+    launches: list[Callable[[], object]] = []
+    weights = []
+    for experts, out, columns in (first, second):
+        launches.append(partial(pack.compile_packing, experts * out, columns, dtype, LOW_BITS))
+        weights.append(PackedTensor.without_values(experts * out, columns, dtype, LOW_BITS))
+    gate_up, down = weights
+    launches += [partial(compile_layer, gate_up, down, first[0], tokens, k) for tokens in ROWS]
     return launches

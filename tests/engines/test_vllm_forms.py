@@ -1,4 +1,4 @@
-"""vLLM on folders of unusual forms: from the Hub, tied, of experts, quantized before, with a head of its own.
+"""vLLM on folders of unusual forms: from the Hub, tied, quantized before, with a head of its own.
 
 All starts of a process are in one program: most of a start is the import of vLLM.
 """
@@ -105,14 +105,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), folder)
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "experts"
-    return saved(lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)), folder)
-
-
 def with_own_head(folder: Path, target: Path) -> Path:
     """A copy of a tied model with an LM head of other values, which its config.json denies."""
     from safetensors.torch import load_file, save_file
@@ -166,28 +158,6 @@ def test_tied_embeddings_and_what_config_json_says(tied: Path, tmp_path: Path) -
     words = ["exactly", "fp8", "lm_head.weight", "dtype", "offload"]
     for word, result in zip(words, refused, strict=True):
         assert word in result.get("error", "no error"), results
-
-
-def test_experts_stay_dense_and_none_may_lack_a_tensor(experts: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    lacking = tmp_path / "lacking"
-    lacking.mkdir()
-    (lacking / "config.json").write_bytes((experts / "config.json").read_bytes())
-    tensors = load_file(experts / "model.safetensors")
-    name = next(n for n in tensors if ".1." in n and ".experts.2." in n)
-    del tensors[name]
-    save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
-    results, log = run(
-        (experts, {}), (compressed(experts), PACKED), (lacking, {"quantization": "neuzip"}),
-        (compressed(lacking), {}),
-    )  # fmt: skip
-    original, packed, *refused = results
-    assert packed["tokens"] == original["tokens"], results
-    assert "model.layers.0.self_attn.o_proj" in packed["layers"]
-    assert not any("experts" in layer for layer in packed["layers"])
-    assert log.count("experts stay dense in vLLM") == 1
-    assert all(name in result.get("error", "no error") for result in refused), results
 
 
 def test_a_compressed_repository_of_the_hub_is_served(tied: Path, tmp_path: Path) -> None:

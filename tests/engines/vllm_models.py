@@ -1,4 +1,4 @@
-"""Small Llamas that a CPU serves in seconds: a trained one with tied embeddings, some of random weights."""
+"""Small models that a CPU serves in seconds: a trained Llama, and random Llamas and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 DEMO = Path(__file__).resolve().parents[2] / "eval" / "demo" / "checkpoint"
 """The built-in model: trained, with tied embeddings, 1,024 words, 4 heads of queries and 2 of keys."""
@@ -30,6 +40,32 @@ def untied(folder: Path, seed: int = 1, spread: float = 0.2, shard: str = "5GB")
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+def mixtral(folder: Path) -> Path:
+    """Write a bf16 Mixtral with 4 experts a layer, 2 for each token, and return the folder."""
+    torch.manual_seed(1)
+    config = MixtralConfig(**SIZES, intermediate_size=512, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def qwen3_moe(folder: Path) -> Path:
+    """Write a bf16 Qwen3-MoE with 8 experts a layer, 3 for each token, and return the folder."""
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        **SIZES, intermediate_size=512, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=3,
+        norm_topk_prob=True, head_dim=32,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 

@@ -10,6 +10,9 @@ import tensors
 import torch
 from bits import same_bits
 
+from neuzip.kernels.experts.gate import Gate
+from neuzip.kernels.experts.held import HeldExperts, hold_experts
+from neuzip.kernels.experts.ops import packed_experts
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.held import held, hold
 from neuzip.kernels.packed_linear.tensor import PackedTensor
@@ -83,3 +86,53 @@ def test_weights_are_held_as_long_as_their_owner_keeps_them() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="holds no packed weights of number"):
         held(weight_id)
+
+
+def test_one_graph_is_right_for_experts_of_other_windows() -> None:
+    experts, inner, columns = 3, 16, 128
+    graphs: list[Any] = []
+    compiled = torch.compile(
+        lambda *arguments: torch.ops.neuzip.held_experts(*arguments),
+        backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True,
+    )  # fmt: skip
+    x = tensors.gaussian(4, columns, dtype=torch.bfloat16, deviation=1.0)
+    index, shares = torch.tensor([[0, 2], [1, 0], [2, -1], [3, 1]]), torch.rand(4, 2)
+    for deviation, gate in ((0.02, None), (3.0, Gate(limit=0.5))):
+        gate_up, down = (
+            ops.pack(tensors.gaussian(experts * out, k, dtype=torch.bfloat16, deviation=deviation))
+            for out, k in ((2 * inner, columns), (columns, inner))
+        )
+        layer = HeldExperts(gate_up, down, experts, gate)
+        y = compiled(x, index, shares, hold_experts(layer))
+        assert same_bits(y, packed_experts(x, index, shares, gate_up, down, experts, gate))
+    assert len(graphs) == 1
+    assert not [a for node in graphs[0].graph.nodes for a in node.args if isinstance(a, int | float)]
+
+
+@pytest.mark.gpu
+def test_held_experts_in_a_cuda_graph() -> None:
+    """A graph is recorded after one run, as vLLM does it, and computes anew for other x, ids and weights."""
+    experts, inner, columns, tokens = 8, 256, 512, 6
+    gate_up, down = (
+        ops.pack(tensors.gaussian(experts * out, k, dtype=torch.bfloat16, deviation=0.05).cuda())
+        for out, k in ((2 * inner, columns), (columns, inner))
+    )
+    experts_id = hold_experts(layer := HeldExperts(gate_up, down, experts))
+
+    def inputs(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(tokens, columns, generator=generator).bfloat16()
+        ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :2].to(torch.int32)
+        return x.cuda(), ids.cuda(), torch.rand(tokens, 2, generator=generator).cuda()
+
+    with torch.inference_mode():
+        x, ids, shares = inputs(1)
+        torch.ops.neuzip.held_experts(x, ids, shares, experts_id)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = torch.ops.neuzip.held_experts(x, ids, shares, experts_id)
+        for seed in (2, 3):
+            for own, other in zip((x, ids, shares), inputs(seed), strict=True):
+                own.copy_(other)
+            graph.replay()
+            assert same_bits(y, packed_experts(x, ids, shares, layer.gate_up, layer.down, experts))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from neuzip.distribution import ENGINES
+
 CORE = Path(__file__).resolve().parents[2] / "runtime"
-ABOVE = {"diffusers", "hf", "decode"}
-"""Packages that build on the core and import an engine."""
+ABOVE = {"hf", "decode", *ENGINES}
+"""Packages that build on the core and import an engine: transformers, or one that need not be installed."""
 
 MODULES = sorted(
     ".".join(("neuzip.runtime", *path.relative_to(CORE).with_suffix("").parts)).removesuffix(".__init__")
@@ -18,14 +20,16 @@ MODULES = sorted(
     if path.relative_to(CORE).parts[0] not in ABOVE
 )
 
-IMPORT_ALL = """
+FORBIDDEN = sorted({"transformers", *ENGINES, *(f"neuzip.runtime.{name}" for name in ABOVE)})
+
+IMPORT_ALL = f"""
 import sys
 from importlib import import_module
 
 for name in sys.argv[1:]:
     import_module(name)
-    above = {"diffusers", "transformers", "neuzip.runtime.hf", "neuzip.runtime.decode"} & {*sys.modules}
-    assert not above, f"{name} imports {above}"
+    above = {{*{FORBIDDEN}}} & {{*sys.modules}}
+    assert not above, f"{{name}} imports {{above}}"
 """
 
 USE = """

@@ -13,13 +13,26 @@ import sys
 import pytest
 
 from neuzip.distribution import ENGINES
+from neuzip.runtime.sglang import versions
 from neuzip.runtime.sglang.options import SglangOptions, sglang_options
 from neuzip.runtime.sglang.plugin import register
-from neuzip.runtime.sglang.versions import SglangRefusal, supported_versions
+from neuzip.runtime.sglang.versions import SglangRefusal, require_supported
 
 
-def test_the_versions_are_those_that_doctor_and_the_model_card_name() -> None:
-    assert supported_versions() == ENGINES["sglang"].versions
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.23", "0.5.20rc1+cpu"])
+def test_versions_between_the_bounds_are_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: version)
+    require_supported()
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.24", "1.0", "dev"])
+def test_other_versions_are_refused_with_what_to_install(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: version)
+    with pytest.raises(SglangRefusal) as refusal:
+        require_supported()
+    assert version in str(refusal.value) and f'"sglang{ENGINES["sglang"].versions}"' in str(refusal.value)
 
 
 def test_weights_are_dense_unless_the_section_says_packed() -> None:

@@ -16,6 +16,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from house import ROOMS, circles, functions_of, sources  # noqa: E402
 
+from neuzip.distribution import ENGINES  # noqa: E402
+
 FILE_LINES = 520
 FUNCTION_LINES = 80
 KERNEL_LINES = 170
@@ -119,6 +121,7 @@ def names_of(file: Path) -> Iterator[str]:
 
 TESTED_BY = {
     "neuzip.arguments": "neuzip/test_api.py",
+    "neuzip.cli.show.components": "cli/test_compress.py",
     "neuzip.cli.show.stream": "compress/test_hub_job.py",
     "neuzip.runtime.hf.lazy_config": "runtime/test_quantizer.py",
     "neuzip.runtime.hf.transformers_4": "runtime/test_quantizer.py",
@@ -130,10 +133,12 @@ TESTED_BY = {
 def test_every_module_has_its_tests() -> None:
     """A test file has its name or its folder's, or imports it, or has to do so with one that uses it.
 
-    A command has tests that run it: `neuzip("verify", ...)`.
+    A command has tests that run it: `neuzip("verify", ...)`. An engine's folder, whose modules only the
+    engine imports, has tests that start the engine: tests/engines/test_vllm_tokens.py is one of runtime/vllm.
     """
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     named = {path.stem.removeprefix("test_") for path in tests}
+    started = {path.stem.split("_")[1] for path in tests if path.parent.name == "engines"}
     imported = {name for path in tests for name in names_of(path)}
     words = set(re.findall(r'"([a-z-]+)"', "".join(path.read_text(encoding="utf-8") for path in tests)))
     uses, tested = {}, set()
@@ -143,7 +148,8 @@ def test_every_module_has_its_tests() -> None:
             module = ".".join(parts if room == "neuzip" else ("neuzip", *parts))
             uses[module] = set(names_of(file))
             command = parts[:2] == ("cli", "commands") and file.stem.replace("_", "-") in words
-            if file.stem.startswith("__") or command or module in imported or named & {*parts[1:]}:
+            plugin = parts[0] == "runtime" and parts[1] in started & ENGINES.keys()
+            if file.stem.startswith("__") or command or plugin or module in imported or named & {*parts[1:]}:
                 tested.add(module)
     through = {name for module in tested for name in uses[module]}
     assert not (alone := sorted(uses.keys() - tested - through - TESTED_BY.keys())), alone
