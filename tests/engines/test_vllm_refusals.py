@@ -75,6 +75,20 @@ def test_refusals_say_what_is_wrong(plain: Path, packable: Path, tmp_path: Path,
         assert [len(tokens) for tokens in result.get("tokens", [])] == [NEW] * len(TEXTS), result
 
 
+def test_dense_weights_can_be_reloaded_and_packed_ones_stay(plain: Path, packable: Path, tmp_path: Path, say):
+    other = compressed(untied(tmp_path / "other", seed=5), tmp_path / "other.nz")
+    say("vLLM starts 3 times, and loads other weights into 2 of the engines")
+    (dense, packed, wanted), _ = in_other_process(
+        {"folder": packable, "reload": other},
+        {"folder": plain, "options": {"quantization": "neuzip"}, "reload": other},
+        {"folder": other},
+    )
+    assert "refused" not in dense, dense["refused"]
+    assert dense["reloaded"] == wanted["tokens"] != dense["tokens"]
+    assert "packed weights cannot be reloaded" in packed["refused"]
+    assert packed["reloaded"] == packed["tokens"]
+
+
 def test_a_start_without_neuzip_is_as_without_it(plain: Path, say):
     say("vLLM starts with a plain folder")
     (result,), log = in_other_process({"folder": plain}, VLLM_LOGGING_LEVEL="INFO")
