@@ -95,7 +95,7 @@ class NeuzipModelLoader(DefaultModelLoader):
 
             require_unpacked(model)
         self._config = model_config.hf_config
-        return super().get_all_weights(model_config, model)  # type: ignore[no-any-return]
+        return super().get_all_weights(model_config, model)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         from neuzip.runtime.weight_files import is_container_file
