@@ -24,6 +24,7 @@ class VllmConfigOfNeuzip(QuantizationConfig):
         self.entry: Any = None
         """What config.json has for vLLM in neuzip's section."""
 
+        self._options: ServingOptions | None = None
         self._prepare_process()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,15 +61,21 @@ class VllmConfigOfNeuzip(QuantizationConfig):
         if section is not None:
             entry = section.get(ENTRY) if isinstance(section, dict) else None
             checked(entry, f"config.json, {SECTION}.{ENTRY}")
-            self.entry = entry
+            self.entry, self._options = entry, None
 
     def options(self) -> ServingOptions:
-        """The options of the start whose model is being made. Raises VllmRefusal."""
+        """The options of the start whose model is being made. Raises VllmRefusal.
+
+        They are kept: vLLM has no current config when it reloads weights, and asks for methods again.
+        """
+        if self._options is not None:
+            return self._options
         from vllm.config import get_current_vllm_config
 
         additional = get_current_vllm_config().additional_config
         neuzip_options = additional.get(SECTION) if isinstance(additional, dict) else None
-        return serving_options(neuzip_options, self.entry, is_compressed=self.is_compressed)
+        self._options = serving_options(neuzip_options, self.entry, is_compressed=self.is_compressed)
+        return self._options
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a layer; None leaves it to vLLM, as attention. Raises VllmRefusal."""
