@@ -10,7 +10,7 @@ from neuzip.compress import machine
 from neuzip.compress.device import AnyDevice, named
 from neuzip.runtime.doctor.finding import TOPICS, Finding
 from neuzip.runtime.doctor.folders import folder_findings
-from neuzip.runtime.doctor.packages import package_findings
+from neuzip.runtime.doctor.packages import first_line, import_findings, package_findings
 from neuzip.runtime.doctor.plugins import plugin_findings
 
 __all__ = ["InstallationReport", "check_installation"]
@@ -56,16 +56,16 @@ def _findings(device: str, note: Callable[[str], None]) -> Iterator[Finding]:
     driver = machine.nvidia_driver()
     yield from package_findings()
     yield from plugin_findings()
-    yield from folder_findings(has_gpu=bool(driver.gpus) and device != "cpu")
-    if find_spec("torch") is None or find_spec("numba") is None:
-        return  # which is a problem above, and nothing can be computed
+    broken = [*import_findings()]
+    yield from broken
+    computes = not broken and find_spec("torch") is not None and find_spec("numba") is not None
+    yield from folder_findings(has_gpu=bool(driver.gpus) and device != "cpu", has_numba=computes)
+    if not computes:
+        return  # which is a problem above
     try:
         from neuzip.runtime.doctor import gpus, results
     except Exception as error:  # a package that is installed and cannot be imported
-        yield Finding(
-            "packages", "import", "problem", f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-            "install that package again",
-        )  # fmt: skip
+        yield Finding("packages", "import", "problem", first_line(error), "install that package again")
         return
     yield from results.cpu_findings(note)
     if device == "cpu":
@@ -76,7 +76,7 @@ def _findings(device: str, note: Callable[[str], None]) -> Iterator[Finding]:
     if not places:
         yield gpus.why_no_gpu(driver, device, is_required=device != "auto")
     for place in places:
-        cards = [*gpus.card_findings(place, driver)]
+        cards = gpus.found(place, driver)
         yield from cards
         if all(finding.status != "problem" for finding in cards):
             yield from results.gpu_findings(place, note)

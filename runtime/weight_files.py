@@ -43,8 +43,9 @@ def with_all_shards(files: Sequence[str]) -> list[Path]:
     for path in list(paths):
         match = _SHARD.match(path.name)
         if match is not None:
-            pattern = f"{glob.escape(match['before'])}-*-of-{match['count']}.safetensors"
-            paths |= {other for other in path.parent.glob(pattern) if _SHARD.match(other.name)}
+            number = "[0-9]" * 5
+            pattern = f"{glob.escape(match['before'])}-{number}-of-{match['count']}.safetensors"
+            paths |= set(path.parent.glob(pattern))
     return sorted(paths)
 
 

@@ -22,6 +22,7 @@ EXAMPLES = [
 DeviceOption = Annotated[
     str,
     typer.Option(
+        "--device",
         metavar="DEVICE",
         help="GPUs to check: auto is all that torch finds, cpu none; cuda and cuda:N have to be there",
     ),

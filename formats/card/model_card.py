@@ -130,12 +130,17 @@ def _use(checkpoint: Checkpoint) -> Use:
     if "config.json" not in checkpoint.others:
         return "other"
     try:
-        classes = json.loads((checkpoint.root / "config.json").read_bytes())["architectures"]
+        config = json.loads((checkpoint.root / "config.json").read_bytes())
+        classes = config["architectures"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return "other"
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
-    return "language model" if generates else "other"
+    if not generates:
+        return "other"
+    section = config.get("quantization_config")
+    is_quantized = isinstance(section, dict) and section.get("original") is not None
+    return "quantized language model" if is_quantized else "language model"
 
 
 def _base_model(checkpoint: Checkpoint) -> str | None:

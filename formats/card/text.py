@@ -22,8 +22,12 @@ ENDING = "<!-- neuzip wrote this page as far as this line -->"
 
 Metadata = dict[str, str | list[str]]
 
-Use = Literal["language model", "pipeline", "other"]
-"""What a checkpoint is loaded as: by transformers and serving engines, by diffusers, or by transformers."""
+Use = Literal["language model", "quantized language model", "pipeline", "other"]
+"""What a checkpoint is loaded as.
+
+Language models are for transformers and serving engines; vLLM serves none whose weights were quantized before
+neuzip compressed them. Pipelines are for diffusers, and all others for transformers.
+"""
 
 
 @dataclass(frozen=True)
@@ -236,9 +240,11 @@ def _use(facts: Facts) -> list[str]:
     if facts.use != "pipeline":
         lines = _use_of_model(facts.repo_id, parameter)
         libraries = "transformers"
-    if facts.use == "language model":
-        lines += ["", *_serving(facts.repo_id, revision)]
-        libraries = "transformers, vLLM and SGLang"
+    if facts.use in ("language model", "quantized language model"):
+        names = ["vllm", "sglang"] if facts.use == "language model" else ["sglang"]
+        lines += ["", *_serving(facts.repo_id, revision, names)]
+        *others, last = "transformers", *(ENGINES[name].title for name in names)
+        libraries = f"{', '.join(others)} and {last}"
     return [
         *lines,
         "",
@@ -285,21 +291,19 @@ def _use_of_pipeline(repo_id: str, parameter: str) -> list[str]:
     ]
 
 
-def _serving(repo_id: str, revision: str) -> list[str]:
-    """The commands of the engines that serve language models."""
+def _serving(repo_id: str, revision: str, names: Sequence[str]) -> list[str]:
+    """The commands of the engines that serve language models, of which `names` are shown."""
     option = ["--revision", revision] if revision else []
-    vllm, sglang = ENGINES["vllm"], ENGINES["sglang"]
+    commands = {
+        "vllm": shell("vllm", "serve", repo_id, *option),
+        "sglang": shell("python", "-m", "sglang.launch_server", "--model-path", repo_id, *option),
+    }
+    lines = ["## Serving the model", ""]
+    for name in names:
+        engine = ENGINES[name]
+        lines += [f"With {engine.title} ({engine.versions}):", "", f"    {commands[name]}", ""]
     return [
-        "## Serving the model",
-        "",
-        f"With {vllm.title} ({vllm.versions}):",
-        "",
-        f"    {shell('vllm', 'serve', repo_id, *option)}",
-        "",
-        f"With {sglang.title} ({sglang.versions}):",
-        "",
-        f"    {shell('python', '-m', 'sglang.launch_server', '--model-path', repo_id, *option)}",
-        "",
+        *lines,
         "Install neuzip in the environment of the engine. The engine then finds neuzip by itself. "
         "`neuzip doctor` checks that.",
     ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from neuzip.runtime.doctor.finding import Finding
 
 
-def folder_findings(has_gpu: bool) -> Iterator[Finding]:
-    """The C compiler and Triton's cache, which only a GPU needs, and numba's cache."""
+def folder_findings(has_gpu: bool, has_numba: bool = True) -> Iterator[Finding]:
+    """The C compiler and Triton's cache, which only a GPU needs, and the cache of a numba that works."""
     if has_gpu:
         compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
         if compiler is not None and shutil.which(compiler) is not None:
@@ -27,7 +26,7 @@ def folder_findings(has_gpu: bool) -> Iterator[Finding]:
         yield cache_finding(
             "Triton cache", triton_cache(), "TRITON_CACHE_DIR", "every process compiles all GPU kernels anew"
         )
-    if find_spec("numba") is not None:
+    if has_numba:
         yield cache_finding(
             "numba cache", numba_cache(), "NUMBA_CACHE_DIR", "every process compiles the CPU codec anew"
         )

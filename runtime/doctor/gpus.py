@@ -10,6 +10,7 @@ from neuzip.compress import machine
 from neuzip.compress.device import unfit
 from neuzip.kernels.device.release import HINT, unfit_triton
 from neuzip.runtime.doctor.finding import Finding, Status
+from neuzip.runtime.doctor.packages import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,14 @@ def _reason() -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
     return "it does not say why"
+
+
+def found(place: torch.device, driver: machine.Driver) -> list[Finding]:
+    """The findings of a card, or one problem if torch cannot use it, whatever the other cards are like."""
+    try:
+        return [*card_findings(place, driver)]
+    except Exception as error:  # torch raises several classes
+        return [Finding("GPU", str(place), "problem", first_line(error), "look at `nvidia-smi`")]
 
 
 def card_findings(place: torch.device, driver: machine.Driver) -> Iterator[Finding]:

@@ -1,10 +1,11 @@
-"""Versions of Python and of packages, against the versions that neuzip supports. Imports none of them."""
+"""Versions of Python and of packages, against those that neuzip supports, and what cannot be imported."""
 
 from __future__ import annotations
 
 import platform
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ OPTIONAL = ("triton", *ENGINES, "accelerate", "peft", "datasets", "lm-eval")
 
 
 def package_findings() -> Iterator[Finding]:
-    """Python, neuzip, and each distribution with its version."""
+    """Python, neuzip, and each distribution with its version. Imports none of them."""
     yield Finding("packages", "Python", "ok", platform.python_version())
     yield Finding("packages", "neuzip", "ok", version(NAME))
     if (namesake := _version("neuzip")) is not None:
@@ -31,6 +32,27 @@ def package_findings() -> Iterator[Finding]:
         )  # fmt: skip
     for name in (*NEEDED, *OPTIONAL):
         yield _package(name)
+
+
+def import_findings() -> Iterator[Finding]:
+    """The needed distributions that are installed and cannot be imported: a problem each."""
+    for name in NEEDED:
+        module = name.replace("-", "_")
+        if find_spec(module) is None:
+            continue
+        try:
+            import_module(module)
+        except Exception as error:  # a shared library that is not there raises OSError, for example
+            yield Finding(
+                "packages", f"import {module}", "problem", first_line(error),
+                f"install it again: pip uninstall {name}, then pip install \"{name}{supported(name)}\"",
+            )  # fmt: skip
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _package(name: str) -> Finding:

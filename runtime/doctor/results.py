@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from neuzip.kernels.ternary_linear import reference as ternary_reference
 from neuzip.kernels.ternary_linear.ops import ternary_linear
 from neuzip.kernels.ternary_linear.weight import TernaryWeight
 from neuzip.runtime.doctor.finding import Finding
+from neuzip.runtime.doctor.packages import first_line
 
 Note = Callable[[str], None]
 """Takes the name of each check before it runs: the first ones compile kernels, which takes seconds."""
@@ -41,9 +43,11 @@ BROKEN = "update the driver and torch; `neuzip -v doctor` shows more"
 
 def cpu_findings(note: Note) -> Iterator[Finding]:
     """The CPU codec, compiled by numba, compared with the reference word for word."""
-    form = "in vector registers" if vector_form.encodes(2, np.dtype(np.uint8)) else "scalar"
-    right = f"the words and exponents of the reference, {form}"
-    yield compared("CPU", "rANS codec", right, codes_right, note)
+    finding = compared("CPU", "rANS codec", "the words and exponents of the reference", codes_right, note)
+    if finding.status == "ok":
+        form = "in vector registers" if vector_form.encodes(2, np.dtype(np.uint8)) else "scalar"
+        finding = replace(finding, text=f"{finding.text}, {form}")
+    yield finding
 
 
 def codes_right() -> bool:
@@ -89,8 +93,7 @@ def compared(where: str, name: str, right: str, is_right: Callable[[], bool], no
     except NeuzipError as error:
         return Finding("results", name, "problem", error.message, error.hint or None)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        return Finding("results", name, "problem", f"{type(error).__name__}: {first}", BROKEN)
+        return Finding("results", name, "problem", first_line(error), BROKEN)
     if passed:
         return Finding("results", name, "ok", right)
     return Finding("results", name, "problem", "gives other results than the reference on the CPU", WRONG)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from vllm.logger import init_logger
@@ -89,11 +90,28 @@ def _missing_parts(model: nn.Module, names: set[str]) -> Iterator[str]:
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     known = names | set(mapper.apply_list(list(names)) if mapper is not None else ())
+    copied = values_of_keys(getattr(model, "config", None))
     for prefix, _ in model.named_modules():
         before, _, last = prefix.rpartition(".")
         parts = [f"{before}.{part}.weight" for part in fused.get(last, ())]
         if any(part in known for part in parts):
-            yield from (part for part in parts if part not in known)
+            yield from (part for part in parts if part not in known and not part.endswith(copied))
+
+
+def values_of_keys(config: Any) -> tuple[str, ...]:
+    """The endings of tensors that a checkpoint lacks because vLLM loads the keys' weight for them, too.
+
+    So it is in the layers of Gemma 4 with full attention.
+
+    >>> from types import SimpleNamespace as Config
+    >>> values_of_keys(Config(attention_k_eq_v=True, layer_types=["sliding_attention", "full_attention"]))
+    ('.layers.1.self_attn.v_proj.weight',)
+    """
+    config = getattr(config, "text_config", config)
+    if not getattr(config, "attention_k_eq_v", False):
+        return ()
+    kinds = enumerate(config.layer_types)
+    return tuple(f".layers.{i}.self_attn.v_proj.weight" for i, kind in kinds if kind == "full_attention")
 
 
 def missing_experts(names: Iterable[str]) -> list[str]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+from vllm.platforms import current_platform
 
 from neuzip.runtime.vllm.llvmlite_names import tolerate_llvmlite
 from neuzip.runtime.vllm.versions import VllmRefusal
@@ -52,9 +53,16 @@ class NeuzipModelLoader(DefaultModelLoader):
         self._names: set[str] = set()
         """The names of all tensors that a model was given, as the checkpoint has them."""
 
+        self._is_checked = False
+        """Whether it is for neuzip to find out what the model lacks."""
+
+        self._config: Any = None
+        """The config.json of the model that is loaded, which may be a draft model."""
+
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Fill a model. Raises VllmRefusal where tensors are missing, and FormatError for damaged files."""
-        if model_config.quantization != "neuzip":
+        self._is_checked = model_config.quantization == "neuzip"
+        if not self._is_checked:  # such as the draft model of one that is
             super().load_weights(model, model_config)
             return
         from neuzip.runtime.vllm.prefetch import prefetch_kernels_of
@@ -70,12 +78,24 @@ class NeuzipModelLoader(DefaultModelLoader):
         self, model: nn.Module, loaded_weights: set[str] | None, *rest: Any, **others: Any
     ) -> None:
         """What vLLM calls when `model` has been filled, with the names of the parameters that were."""
-        if not self._names:
+        if not self._is_checked or not self._names:
             super().track_weights_loading(model, loaded_weights, *rest, **others)
             return
         from neuzip.runtime.vllm.completeness import require_all_loaded
 
         require_all_loaded(model, loaded_weights, self._names)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and values of all tensors of a checkpoint. Raises VllmRefusal if `model` is packed already.
+
+        vLLM calls this at its start, and to reload weights: before it takes the layers of the model apart.
+        """
+        if model_config.quantization == "neuzip":
+            from neuzip.runtime.vllm.methods import require_unpacked
+
+            require_unpacked(model)
+        self._config = model_config.hf_config
+        return super().get_all_weights(model_config, model)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         from neuzip.runtime.weight_files import is_container_file
@@ -116,8 +136,8 @@ class NeuzipModelLoader(DefaultModelLoader):
         """Raise VllmRefusal if vLLM would pass over an LM head. It looks for one in plain folders only."""
         from neuzip.runtime.weight_files import head_of_its_own
 
-        config = get_current_vllm_config().model_config.hf_config
-        name = head_of_its_own(source) if getattr(config, "tie_word_embeddings", False) else None
+        is_tied = getattr(self._config, "tie_word_embeddings", False)
+        name = head_of_its_own(source) if is_tied else None
         if name is not None:
             raise VllmRefusal(
                 f"config.json says that the embeddings are tied, but {name!r} is not the embedding",
@@ -126,13 +146,10 @@ class NeuzipModelLoader(DefaultModelLoader):
 
 
 def _device() -> torch.device:
-    """The device of this process, on which tensors are decoded. Raises VllmRefusal outside a start."""
-    config = get_current_vllm_config_or_none()
-    if config is None:
-        raise VllmRefusal(
-            "neuzip loads weights while vLLM starts, and here no start is going on", "make a new LLM"
-        )
-    device = torch.device(config.load_config.device or config.device_config.device)
+    """The device of this process, on which tensors are decoded."""
+    config = get_current_vllm_config_or_none()  # there is none when weights are reloaded
+    chosen = None if config is None else config.load_config.device or config.device_config.device
+    device = torch.device(chosen or current_platform.device_type)
     if str(device) == "cuda":  # without a number, which other threads would take for 0
         device = torch.device("cuda", torch.cuda.current_device())
     return device

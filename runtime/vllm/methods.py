@@ -30,6 +30,7 @@ from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.kernels.packed_linear.held import held, hold
 from neuzip.kernels.packed_linear.tensor import ARRAYS
+from neuzip.runtime.vllm.versions import VllmRefusal
 from neuzip.runtime.weights.base import SMALLEST
 
 Layer = Any
@@ -39,6 +40,17 @@ Layer = Any
 def can_be_packed(out: int, columns: int) -> bool:
     """Whether a matrix of this shape is packed: it is large enough to gain, and not too wide for the form."""
     return out * columns >= SMALLEST and columns <= MAX_COLUMNS
+
+
+def require_unpacked(model: torch.nn.Module) -> None:
+    """Raise VllmRefusal if a layer of a model has a packed weight, which vLLM cannot replace."""
+    for layer in model.modules():
+        packed = (getattr(layer, name, None) for name in ("neuzip_packed", "neuzip_experts"))
+        if any(weight is not None for weight in packed):
+            raise VllmRefusal(
+                "neuzip: packed weights cannot be reloaded into a running engine",
+                "start vLLM again, or with the residency 'dense'",
+            )
 
 
 class PackedWeightMethod(LinearMethodBase):
@@ -89,6 +101,8 @@ class PackedWeightMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Layer) -> None:
         """Pack the weight of a layer that has all of it, and free the dense one."""
         if layer.neuzip_packed is not None or layer.neuzip_tied is not None:
+            if hasattr(layer, "weight"):  # which vLLM has loaded once more
+                require_unpacked(layer)
             return
         dense = with_padding(layer.weight.data, layer.neuzip_rows)
         del layer.weight

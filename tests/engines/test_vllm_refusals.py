@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import load_file, save_file
 from vllm_engine import NEW, TEXTS, in_other_process, residency
-from vllm_models import compressed, untied
+from vllm_models import compressed, keys_as_values, untied
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("caches")]
 
@@ -63,13 +63,30 @@ def test_refusals_say_what_is_wrong(plain: Path, packable: Path, tmp_path: Path,
         (packable, {"additional_config": {"neuzip": {"residence": "packed"}}}, ["residence", "residency"]),
         (of_version(packable, tmp_path / "newer.nz", 99), {}, ["version 99", "update neuzip"]),
     ]
-    say(f"vLLM starts {len(cases) + 1} times, of which {len(cases)} are refused")
+    gemma = keys_as_values(tmp_path / "gemma")
+    say(f"vLLM starts {len(cases) + 2} times, of which {len(cases)} are refused")
     starts = [{"folder": folder, "options": options} for folder, options, _ in cases]
-    results, _ = in_other_process(*starts, {"folder": packable})
+    accepted = {"folder": gemma, "options": {"quantization": "neuzip"}}, {"folder": packable}
+    results, _ = in_other_process(*starts, *accepted)
     for (folder, options, words), result in zip(cases, results, strict=False):
         message = result.get("error", "no error")
         assert all(word in message for word in words), f"{folder.name}, {options}: {message}"
-    assert [len(tokens) for tokens in results[-1]["tokens"]] == [NEW] * len(TEXTS), results[-1]
+    for result in results[-2:]:
+        assert [len(tokens) for tokens in result.get("tokens", [])] == [NEW] * len(TEXTS), result
+
+
+def test_dense_weights_can_be_reloaded_and_packed_ones_stay(plain: Path, packable: Path, tmp_path: Path, say):
+    other = compressed(untied(tmp_path / "other", seed=5), tmp_path / "other.nz")
+    say("vLLM starts 3 times, and loads other weights into 2 of the engines")
+    (dense, packed, wanted), _ = in_other_process(
+        {"folder": packable, "reload": other},
+        {"folder": plain, "options": {"quantization": "neuzip"}, "reload": other},
+        {"folder": other},
+    )
+    assert "refused" not in dense, dense["refused"]
+    assert dense["reloaded"] == wanted["tokens"] != dense["tokens"]
+    assert "packed weights cannot be reloaded" in packed["refused"]
+    assert packed["reloaded"] == packed["tokens"]
 
 
 def test_a_start_without_neuzip_is_as_without_it(plain: Path, say):

@@ -140,7 +140,7 @@ def in_other_process(
 ) -> tuple[list[dict[str, Any]], str]:
     """Start engines one after the other in a process of its own: what `result` says of each, and the log.
 
-    A start is {"folder": path, "options": {...}}.
+    A start is {"folder": path, "options": {...}, "reload": path}: options and reload may be left out.
     """
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(starts, default=str)],
@@ -151,13 +151,23 @@ def in_other_process(
     return json.loads(done.stdout.rpartition("RESULTS ")[2].splitlines()[0]), log
 
 
-def result(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The tokens after TEXTS and the modules that were imported, or else the error of a start."""
+def result(folder: str, options: dict[str, Any], reload: str | None) -> dict[str, Any]:
+    """The tokens after TEXTS and the modules that were imported, or else the error of a start.
+
+    "refused" is the error of loading the weights of `reload` into the engine, and "reloaded" the tokens then.
+    """
     from vllm.distributed import cleanup_dist_env_and_memory
 
     try:
         with started(folder, **options) as engine:
-            return {"tokens": greedy(engine), "modules": sorted(sys.modules)}
+            found: dict[str, Any] = {"tokens": greedy(engine), "modules": sorted(sys.modules)}
+            if reload is not None:
+                try:
+                    engine.collective_rpc("reload_weights", kwargs={"weights_path": reload})
+                except Exception as error:
+                    found["refused"] = str(error)
+                found["reloaded"] = greedy(engine)
+            return found
     except Exception as error:
         return {"error": str(error)}
     finally:
@@ -167,7 +177,7 @@ def result(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Start what the argument lists, and print the results as JSON."""
     starts = json.loads(sys.argv[1])
-    results = [result(start["folder"], start.get("options", {})) for start in starts]
+    results = [result(start["folder"], start.get("options", {}), start.get("reload")) for start in starts]
     print("RESULTS", json.dumps(results), flush=True)
 
 

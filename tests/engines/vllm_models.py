@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -64,6 +66,20 @@ def qwen3_moe(folder: Path) -> Path:
         norm_topk_prob=True, head_dim=32,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def keys_as_values(folder: Path) -> Path:
+    """Write a bf16 Gemma 4, whose last layer has one weight for keys and values, and return the folder."""
+    torch.manual_seed(1)
+    config = Gemma4TextConfig(
+        vocab_size=WORDS, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_global_key_value_heads=2, head_dim=64, global_head_dim=64,
+        attention_k_eq_v=True, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=WORDS, max_position_embeddings=64,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    Gemma4ForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 

@@ -816,6 +816,12 @@ def test_the_figures_of_the_card_are_those_of_the_files(original: Path, compress
              f"With vLLM ({ENGINES['vllm'].versions}):", f"With SGLang ({ENGINES['sglang'].versions}):"],
             "diffusers",
         ),
+        (
+            "config.json",
+            {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8"}},
+            ["    python -m sglang.launch_server --model-path me/model"],
+            "vLLM",
+        ),
         ("config.json", {"architectures": ["BertModel"]}, ["## Loading the model"], "vllm"),
         ("config.json", {"architectures": [3, "x"]}, ["## Loading the model"], "vllm"),
         ("config.json", {"architectures": "x"}, ["## Loading the model"], "vllm"),

@@ -130,6 +130,27 @@ def test_products(rows: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert not packed_checks.multiplies(x, packed, bias, with_wrong_words)
 
 
+@pytest.mark.filterwarnings(
+    "error:invalid value:RuntimeWarning:neuzip", "ignore:invalid value:RuntimeWarning:numpy"
+)
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float16, 1e-5), (torch.float16, 1e-7), (BF16, 1e-39), (BF16, 0.02)], ids=str
+)
+def test_a_right_product_passes_with_weights_of_any_size(dtype: torch.dtype, size: float) -> None:
+    """Results below a dtype's normal numbers have other roundings; three rows have no finite result."""
+    weight = (gaussian(20, 256, dtype=torch.float32) * size).to(dtype)
+    weight[1, 3], weight[2, 5], weight[3, :2] = torch.nan, torch.inf, torch.tensor([torch.inf, -torch.inf])
+    ops.linear(gaussian(1, 256, dtype=dtype).to(GPU), ops.pack(weight.to(GPU)))
+    assert first_use.is_checked(packed_checks.PRODUCTS, GPU)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (16, 0)], ids=str)
+def test_weights_without_values_have_nothing_to_check(shape: tuple[int, int]) -> None:
+    packed = ops.pack(torch.empty(shape, dtype=BF16, device=GPU))
+    assert ops.decode(packed).shape == shape
+    assert ops.decode(ops.pack(torch.zeros(16, 64, dtype=BF16, device=GPU)), slice(16, 16)).shape == (0, 64)
+
+
 def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack.pack(gaussian(20, 128, dtype=BF16).to(GPU))
     x = gaussian(1, 128, dtype=BF16).to(GPU)

@@ -51,6 +51,20 @@ def test_versions_are_compared_with_the_supported_ones(monkeypatch: pytest.Monke
     assert found["torch"].status == found["numba"].status == "ok"
 
 
+@pytest.mark.parametrize("message", ["Numba needs NumPy 2.3 or less", ""])
+def test_packages_that_cannot_be_imported_are_problems(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise ImportError(message)
+
+    monkeypatch.setattr(packages, "NEEDED", ("numba", "no-such-package"))
+    monkeypatch.setattr(packages, "import_module", fails)
+    report = check_installation("cpu")
+    finding = by_name(report.problems)["import numba"]
+    assert finding.text == f"ImportError: {message}".removesuffix(": ")
+    assert finding.hint.startswith('install it again: pip uninstall numba, then pip install "numba')
+    assert not {"folders", "results"} & {found.topic for found in report.findings}
+
+
 def test_a_needed_package_is_a_problem_and_another_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "NEEDED", ("no-such-package",))
     monkeypatch.setattr(packages, "OPTIONAL", ("none-such",))
@@ -223,6 +237,16 @@ def test_a_card_and_its_kernels(
     found = [*gpus.card_findings(torch.device("cuda", 10 * capability[0] + capability[1]), H100)]
     assert [finding.status for finding in found] == statuses
     assert all(finding.text for finding in found)
+
+
+def test_a_card_that_torch_cannot_use_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(place: torch.device) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error\nfor debugging ...")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fails)
+    (finding,) = gpus.found(torch.device("cuda", 1), H100)
+    assert (finding.name, finding.status) == ("cuda:1", "problem")
+    assert finding.text == "RuntimeError: CUDA error: uncorrectable ECC error"
 
 
 # Results

@@ -46,7 +46,8 @@ def test_only_containers_are_container_files(folder: Path) -> None:
 
 
 def test_shards_of_other_numberings_are_left_out(tmp_path: Path) -> None:
-    for name in ("model-00001-of-00002", "model-00002-of-00002", "model-00002-of-00003", "model", "other"):
+    others = ("model-00002-of-00003", "model-fp32-00001-of-00002", "model", "other")
+    for name in ("model-00001-of-00002", "model-00002-of-00002", *others):
         (tmp_path / f"{name}.safetensors").touch()
     names = [
         file.name
