@@ -51,13 +51,16 @@ def originals(folders: dict[str, Path], say: Any) -> Iterator[dict[str, Any]]:
 
 
 # Comes first: an engine that ends in this process ends the process groups of the originals, too.
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_expert_parallel": True}], ids=["parts of each expert", "some experts each"]
+)
 def test_two_ranks_take_the_tokens_of_the_original(
-    folders: dict[str, Path], originals: dict[str, Any], say: Any
+    options: Any, folders: dict[str, Path], originals: dict[str, Any], say: Any
 ) -> None:
-    """Each rank has a part of every expert."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    say("vLLM starts with two worker processes")
-    job = {"folder": folders["mixtral.nz"], "options": {"tensor_parallel_size": 2, **residency("packed")}}
+    say(f"vLLM starts with two worker processes: {options}")
+    options = {"tensor_parallel_size": 2, **options, **residency("packed")}
+    job = {"folder": folders["mixtral.nz"], "options": options}
     (result,), log = in_other_process(
         job, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, cores)),
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
