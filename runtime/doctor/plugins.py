@@ -58,12 +58,20 @@ def _by_plugin(engine: ServingEngine, group: str) -> Finding:
         "SGLANG_PLUGINS": os.environ.get("SGLANG_PLUGINS"),
     }
     chosen = None if engine.variable is None else choices[engine.variable]
-    if chosen is not None and "neuzip" not in [name.strip() for name in chosen.split(",")]:
+    if chosen is not None and not _is_among(chosen, engine.title):
         return Finding(
             "engines", engine.title, "problem", f"leaves neuzip out, as {engine.variable}={chosen} is set",
             f"add neuzip to {engine.variable}, or unset it",
         )  # fmt: skip
     return Finding("engines", engine.title, "ok", f"finds neuzip by the entry point {group}")
+
+
+def _is_among(chosen: str, title: str) -> bool:
+    """Whether neuzip is among the plugins that a variable lists, as the engine reads it."""
+    if title == ENGINES["vllm"].title:  # which keeps spaces
+        return "neuzip" in chosen.split(",")
+    names = [name.strip() for name in chosen.split(",")]
+    return "neuzip" in names or not chosen  # SGLang takes nothing for all
 
 
 def _has_entry_point(group: str) -> bool:

@@ -33,6 +33,7 @@ from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 from neuzip.runtime.vllm.methods import Layer, can_be_packed
 from neuzip.runtime.vllm.options import ServingOptions
+from neuzip.runtime.vllm.reloading import require_unpacked
 
 WEIGHTS = ("w13_weight", "w2_weight")
 """vLLM's names of the two parameters of a layer: gate and up of all experts, and down."""
@@ -138,6 +139,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Layer) -> None:
         """Pack the weights of a layer that has all of both, one after the other, and free the dense ones."""
         if layer.neuzip_experts is not None:
+            if getattr(layer, WEIGHTS[0]).is_floating_point():  # loaded once more: no packed words
+                require_unpacked(layer)
             return
         gate_up, down = (_packed(layer, name) for name in WEIGHTS)
         layer.neuzip_experts = HeldExperts(gate_up, down, layer.neuzip_shapes[0][0], self.activation)

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.platforms import current_platform
 
 from neuzip.runtime.vllm.llvmlite_names import tolerate_llvmlite
+from neuzip.runtime.vllm.reloading import require_unpacked
 from neuzip.runtime.vllm.versions import VllmRefusal
 
 if TYPE_CHECKING:
@@ -90,10 +91,7 @@ class NeuzipModelLoader(DefaultModelLoader):
 
         vLLM calls this at its start, and to reload weights: before it takes the layers of the model apart.
         """
-        if model_config.quantization == "neuzip":
-            from neuzip.runtime.vllm.methods import require_unpacked
-
-            require_unpacked(model)
+        require_unpacked(model)
         self._config = model_config.hf_config
         return super().get_all_weights(model_config, model)
 

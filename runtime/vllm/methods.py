@@ -30,7 +30,7 @@ from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.kernels.packed_linear.held import held, hold
 from neuzip.kernels.packed_linear.tensor import ARRAYS
-from neuzip.runtime.vllm.versions import VllmRefusal
+from neuzip.runtime.vllm.reloading import require_unpacked
 from neuzip.runtime.weights.base import SMALLEST
 
 Layer = Any
@@ -40,17 +40,6 @@ Layer = Any
 def can_be_packed(out: int, columns: int) -> bool:
     """Whether a matrix of this shape is packed: it is large enough to gain, and not too wide for the form."""
     return out * columns >= SMALLEST and columns <= MAX_COLUMNS
-
-
-def require_unpacked(model: torch.nn.Module) -> None:
-    """Raise VllmRefusal if a layer of a model has a packed weight, which vLLM cannot replace."""
-    for layer in model.modules():
-        packed = (getattr(layer, name, None) for name in ("neuzip_packed", "neuzip_experts"))
-        if any(weight is not None for weight in packed):
-            raise VllmRefusal(
-                "neuzip: packed weights cannot be reloaded into a running engine",
-                "start vLLM again, or with the residency 'dense'",
-            )
 
 
 class PackedWeightMethod(LinearMethodBase):

@@ -40,8 +40,11 @@ def serving_options(additional: object, entry: object, *, is_compressed: bool) -
     `additional` is what additional_config has for neuzip, and `entry` what config.json has; None is nothing.
     Without a residency the weights of a compressed folder are dense and those of a plain one packed.
     """
-    values = checked(entry, f"config.json, {SECTION}.{ENTRY}")
-    values |= checked(additional, f"additional_config, {SECTION}")
+    from_config = checked(entry, f"config.json, {SECTION}.{ENTRY}")
+    chosen = checked(additional, f"additional_config, {SECTION}")
+    if chosen.get("residency", "packed") != "packed":
+        from_config.pop("exact", None)  # which is for packed weights only
+    values = from_config | chosen
     residency = values.get("residency", "dense" if is_compressed else "packed")
     exact = values.get("exact", False)
     if exact and residency != "packed":

@@ -118,8 +118,12 @@ def test_entry_points_that_are_missing(all_engines: dict[str, list[str]]) -> Non
         ("NEUZIP_AUTOLOAD", "1", set()),
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", {"transformers", "diffusers"}),
         ("VLLM_PLUGINS", "lora,other", {"vLLM"}),
-        ("VLLM_PLUGINS", "other, neuzip", set()),
-        ("SGLANG_PLUGINS", "", {"SGLang"}),
+        ("VLLM_PLUGINS", "other,neuzip", set()),
+        ("VLLM_PLUGINS", "other, neuzip", {"vLLM"}),  # vLLM keeps the space
+        ("VLLM_PLUGINS", "", {"vLLM"}),
+        ("SGLANG_PLUGINS", "other, neuzip", set()),
+        ("SGLANG_PLUGINS", "other", {"SGLang"}),
+        ("SGLANG_PLUGINS", "", set()),  # which is all for SGLang
     ],
 )
 def test_variables_that_leave_neuzip_out(

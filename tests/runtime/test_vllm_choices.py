@@ -22,6 +22,7 @@ def test_the_command_line_comes_before_config_json() -> None:
     entry = {"residency": "packed", "exact": True}
     assert serving_options(None, entry, is_compressed=True) == ServingOptions("packed", exact=True)
     assert serving_options({"exact": False}, entry, is_compressed=True) == ServingOptions("packed")
+    assert serving_options({"residency": "dense"}, entry, is_compressed=True) == ServingOptions("dense")
 
 
 @pytest.mark.parametrize(
