@@ -17,6 +17,7 @@ import torch
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
+from neuzip.errors import FormatError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
 from neuzip.formats.records import TernaryRecord
@@ -29,9 +30,12 @@ _SHARD = re.compile(r"(?P<before>.*)-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 
 
 def is_container_file(path: str | Path) -> bool:
-    """Whether a .safetensors file is a container of neuzip."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        return is_container_metadata(file.metadata() or {})
+    """Whether a .safetensors file is a container of neuzip. Raises FormatError for a truncated file."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return is_container_metadata(file.metadata() or {})
+    except safetensors.SafetensorError as error:
+        raise FormatError(path, f"is no complete safetensors file: {error}", hint="copy it again") from error
 
 
 def with_all_shards(files: Sequence[str]) -> list[Path]:

@@ -26,7 +26,7 @@ def plugin_findings() -> Iterator[Finding]:
         yield Finding(
             "engines", "import neuzip", "problem",
             f"the folder {folder} hides the package from programs that start here",
-            "start them in another folder, or rename it",
+            "start them in another folder",
         )  # fmt: skip
 
 

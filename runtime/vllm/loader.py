@@ -73,6 +73,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         if self.enable_weights_track is None:
             self.enable_weights_track = True  # so that `track_weights_loading` is called
         super().load_weights(model, model_config)
+        logger.info("neuzip: %s", memory_of(model))
         tolerate_llvmlite()
 
     def track_weights_loading(
@@ -141,6 +142,20 @@ class NeuzipModelLoader(DefaultModelLoader):
                 f"config.json says that the embeddings are tied, but {name!r} is not the embedding",
                 "add `--hf-overrides '{\"tie_word_embeddings\": false}'`",
             )
+
+
+def memory_of(model: nn.Module) -> str:
+    """How many weights of a model are packed, and their memory, as a phrase for the log."""
+    packed: list[Any] = []
+    for layer in model.modules():
+        experts = getattr(layer, "neuzip_experts", None)
+        packed += [] if experts is None else [experts.gate_up, experts.down]
+        packed += [weight] if (weight := getattr(layer, "neuzip_packed", None)) is not None else []
+    if not packed:
+        return "the weights are dense"
+    dense = sum(weight.shape[0] * weight.shape[1] * weight.dtype.itemsize for weight in packed)
+    nbytes = sum(weight.nbytes for weight in packed)
+    return f"{len(packed)} weights are packed, in {nbytes / 1e6:,.1f} MB instead of {dense / 1e6:,.1f} MB"
 
 
 def _device() -> torch.device:

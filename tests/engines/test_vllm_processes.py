@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +63,9 @@ def test_a_filled_compile_cache_serves_another_checkpoint_under_the_same_path(
         shutil.rmtree(job["folder"], ignore_errors=True)
         shutil.copytree(folders[f"{name}.nz"], job["folder"])
         say(f"vLLM compiles or takes from the cache: the {name} checkpoint")
-        (result,), _ = in_other_process(job, VLLM_LOGGING_LEVEL="INFO", **environment)
+        (result,), log = in_other_process(job, VLLM_LOGGING_LEVEL="INFO", **environment)
         assert "error" not in result, result
+        assert re.search(r"neuzip: \d+ weights are packed, in [\d.,]+ MB instead of [\d.,]+ MB", log)
         tokens[name] = result["tokens"]
         keys[name] = {path.name for path in cache.glob("torch_compile_cache/*") if path.is_dir()}
     assert keys["first"] and keys["first"] == keys["second"], "the cache was not used, so this shows nothing"
