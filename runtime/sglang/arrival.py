@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuzip.kernels.packed_linear.held import hold
-from neuzip.runtime.sglang.versions import SglangRefusal
+from neuzip.runtime.serving import EngineRefusal
 from neuzip.runtime.weights import PackedWeight
 
 
@@ -40,9 +40,9 @@ class ArrivingWeight:
         """Whether the model is loaded. CUDA graphs hold the weight's addresses from then on."""
 
     def __call__(self, parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
-        """Take one tensor of the checkpoint, as SGLang's loader does. Raises SglangRefusal after loading."""
+        """Take one tensor of the checkpoint, as SGLang's loader does. Raises EngineRefusal after loading."""
         if self.is_closed:
-            raise SglangRefusal(
+            raise EngineRefusal(
                 "neuzip: packed weights cannot be replaced while SGLang serves them",
                 "start SGLang again, or with the residency 'dense'",
             )
@@ -79,7 +79,7 @@ class ArrivingWeight:
 
 
 def finish(layer: Any) -> None:
-    """Take a layer's weight for complete: nothing may come after this. Raises SglangRefusal if it is not.
+    """Take a layer's weight for complete: nothing may come after this. Raises EngineRefusal if it is not.
 
     A layer that shares the parameter of another one gets the packed weight of that.
     """
@@ -87,7 +87,7 @@ def finish(layer: Any) -> None:
     if not isinstance(arriving, ArrivingWeight):  # tied to a dense weight
         return
     if arriving.missing:
-        raise SglangRefusal(
+        raise EngineRefusal(
             f"the checkpoint lacks {arriving.missing:,} of the {layer.weight.numel():,} weights of a "
             f"{type(layer).__name__} {tuple(layer.weight.shape)}",
             "check the folder with `neuzip verify`, and leave out `--load-format dummy`",

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 from neuzip.formats.manifest import VERSION
-from neuzip.runtime.sglang.options import ENTRY, SECTION, sglang_options
-from neuzip.runtime.sglang.versions import SglangRefusal, require_supported
+from neuzip.runtime.serving import SECTION, EngineRefusal, require_supported
+from neuzip.runtime.sglang.options import ENTRY, sglang_options
 
 METHOD = "neuzip"
 """The `quant_method` of a compressed folder's config.json."""
@@ -48,16 +48,16 @@ def served_config(config: Any, *_: Any, **__: Any) -> None:
 
     SGLang so takes a dense model for an ordinary one, and weights that were quantized before neuzip
     compressed them for what they were. Only for the residency "packed" does the config ask for a quantization
-    method. Raises SglangRefusal for options that do not exist, and for what cannot be served.
+    method. Raises EngineRefusal for options that do not exist, and for what cannot be served.
     """
     stored = getattr(config, "quantization_config", None)
     section = getattr(config, SECTION, None)
     if isinstance(stored, Mapping) and stored.get("quant_method") == METHOD and ENTRY not in stored:
-        require_supported()
+        require_supported(ENTRY, metadata.version("sglang"))
         _require_hooks()
         version, original = stored.get("version"), stored.get("original")
         if version != VERSION or type(version) is not int:
-            raise SglangRefusal(
+            raise EngineRefusal(
                 f"config.json, quantization_config: format version {version!r}; this neuzip reads {VERSION}",
                 "update neuzip to read it",
             )
@@ -76,7 +76,7 @@ def decoded_weights(
 ) -> Iterator[tuple[str, Any]]:
     """Name and values of each tensor of .safetensors files, plain or compressed.
 
-    A rank on a GPU decodes there. Raises FormatError for damaged files, and SglangRefusal for compressed and
+    A rank on a GPU decodes there. Raises FormatError for damaged files, and EngineRefusal for compressed and
     plain files together.
     """
     from neuzip.runtime.weight_files import is_container_file
@@ -87,7 +87,7 @@ def decoded_weights(
         return original(files, *args, **options)
     if len(compressed) != len(paths):
         plain = next(path for path in paths if path not in compressed)
-        raise SglangRefusal(
+        raise EngineRefusal(
             f"{plain} is not compressed, and other weight files beside it are",
             "compress the folder again with `neuzip compress`",
         )
@@ -123,11 +123,11 @@ def _decoded(files: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _require_hooks() -> None:
-    """Raise SglangRefusal if an iterator of SGLang lacks its hook: it would load streams as weights."""
+    """Raise EngineRefusal if an iterator of SGLang lacks its hook: it would load streams as weights."""
     for target in weight_iterators():
         module, _, name = target.rpartition(".")
         if getattr(import_module(module), name).__dict__.get("__wrapped__") is None:
-            raise SglangRefusal(
+            raise EngineRefusal(
                 f"SGLang did not apply neuzip's hook to {target}, so it would misread the compressed weights",
                 "look for the reason in SGLang's log, or restore the folder with `neuzip decompress`",
             )

@@ -73,7 +73,7 @@ class PackedLinearMethod(LinearMethodBase):
         create_packed(layer, input_size_per_partition, rows, params_dtype, self.exact, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raise SglangRefusal if a part of the weight has not come."""
+        """Raise EngineRefusal if a part of the weight has not come."""
         finish(layer)
 
     def apply(

@@ -7,6 +7,7 @@ model has none, see `hooks`.
 from __future__ import annotations
 
 import logging
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from neuzip.runtime.serving import EngineRefusal, require_supported
 from neuzip.runtime.sglang.options import ENTRY
-from neuzip.runtime.sglang.versions import SglangRefusal, require_supported
 
 logger = logging.getLogger("sglang.neuzip")
 
@@ -25,7 +26,7 @@ class SglangConfigOfNeuzip(QuantizationConfig):
 
     def __init__(self, exact: bool = False) -> None:
         super().__init__()
-        require_supported()
+        require_supported(ENTRY, metadata.version("sglang"))
         self.exact = exact
         self._experts_logged = False
 
@@ -34,17 +35,17 @@ class SglangConfigOfNeuzip(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SglangConfigOfNeuzip:
-        """The config of what `hooks.served_config` wrote. Raises SglangRefusal for anything else."""
+        """The config of what `hooks.served_config` wrote. Raises EngineRefusal for anything else."""
         options = config.get(ENTRY)
         if not isinstance(options, dict):
-            raise SglangRefusal(
+            raise EngineRefusal(
                 "config.json, quantization_config: SGLang did not apply neuzip's hook, which reads it",
                 "look for the reason in SGLang's log, or restore the folder with `neuzip decompress`",
             )
         return cls(options["exact"])
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves it to SGLang, as attention and experts. Raises SglangRefusal."""
+        """The method of a layer; None leaves it to SGLang, as attention and experts. Raises EngineRefusal."""
         from neuzip.runtime.sglang import methods
 
         if isinstance(layer, LinearBase):

@@ -9,5 +9,4 @@ methods       vLLM's methods of layers whose weights are packed
 experts       vLLM's method of mixtures of experts whose weights are packed
 completeness  whether all weights of a model came
 reloading     refuses to load weights into a running engine that holds them packed
-versions      which versions of vLLM there are, and what to tell of others
 """

@@ -16,16 +16,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 
 from neuzip.kernels.dtypes import torch_dtypes_for
+from neuzip.runtime.serving import EngineRefusal, ServingOptions
 from neuzip.runtime.vllm.experts import PackedExpertsMethod, activation_of, reason_to_stay_dense
 from neuzip.runtime.vllm.methods import Layer, PackedWeightMethod, can_be_packed
-from neuzip.runtime.vllm.options import ServingOptions
-from neuzip.runtime.vllm.versions import VllmRefusal
 
 logger = init_logger("vllm.neuzip")
 
 
 def method_of(layer: Layer, prefix: str, options: ServingOptions) -> QuantizeMethodBase | None:
-    """The method of a layer of a model; None for what vLLM chooses itself. Raises VllmRefusal.
+    """The method of a layer of a model; None for what vLLM chooses itself. Raises EngineRefusal.
 
     A layer stays dense if it is small, or has a dtype that is not packed.
     """
@@ -54,25 +53,25 @@ def _experts_method(layer: Layer, options: ServingOptions) -> QuantizeMethodBase
 
 
 def require_packable(config: VllmConfig, dtype: torch.dtype) -> None:
-    """Raise VllmRefusal for a start in which weights cannot be packed, `dtype` being that of the model."""
+    """Raise EngineRefusal for a start in which weights cannot be packed, `dtype` being that of the model."""
     if dtype not in torch_dtypes_for("packed"):
-        raise VllmRefusal(
+        raise EngineRefusal(
             f"neuzip: packed weights are bfloat16 or float16, and the model's dtype is {dtype}",
             "serve the model in bfloat16, or the residency 'dense'",
         )
     if not current_platform.is_cuda() and not current_platform.is_cpu():
-        raise VllmRefusal(
+        raise EngineRefusal(
             f"neuzip: packed weights need an NVIDIA GPU or a CPU, not {current_platform.device_name}",
             "give the residency 'dense'",
         )
     if envs.VLLM_BATCH_INVARIANT:
-        raise VllmRefusal(
+        raise EngineRefusal(
             "neuzip: products with packed weights are not batch invariant, as VLLM_BATCH_INVARIANT asks",
             "unset it, or give the residency 'dense'",
         )
     offload = config.offload_config
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
-        raise VllmRefusal(
+        raise EngineRefusal(
             "neuzip: vLLM cannot offload packed weights to the CPU",
             "leave out `--cpu-offload-gb` and `--offload-group-size`, or give the residency 'dense'",
         )

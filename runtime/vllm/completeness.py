@@ -22,9 +22,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from neuzip.runtime.serving import EngineRefusal
 from neuzip.runtime.vllm.experts import WEIGHTS, PackedExpertsMethod
 from neuzip.runtime.vllm.methods import PackedWeightMethod
-from neuzip.runtime.vllm.versions import VllmRefusal
 
 logger = init_logger("vllm.neuzip")
 
@@ -35,7 +35,7 @@ SHOWN = 5
 
 
 def require_all_loaded(model: nn.Module, loaded: set[str] | None, names: set[str]) -> None:
-    """Raise VllmRefusal if a weight of `model` has not come.
+    """Raise EngineRefusal if a weight of `model` has not come.
 
     `loaded` are the parameters that `load_weights` filled, None if the model does not say; `names` are the
     tensors of the checkpoint that it was given.
@@ -49,7 +49,7 @@ def require_all_loaded(model: nn.Module, loaded: set[str] | None, names: set[str
         )
     if missing:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-        raise VllmRefusal(
+        raise EngineRefusal(
             f"the checkpoint lacks {', '.join(missing[:SHOWN])}{more}, which {type(model).__name__} needs",
             "check the folder with `neuzip verify`, or compare its tensors with the model's config.json",
         )

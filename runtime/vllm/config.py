@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from neuzip.runtime.vllm.options import ENTRY, SECTION, ServingOptions, checked, serving_options
-from neuzip.runtime.vllm.versions import VllmRefusal, require_supported
+from neuzip.runtime.serving import SECTION, EngineRefusal, ServingOptions, checked, require_supported
+from neuzip.runtime.vllm.options import ENTRY, serving_options
 
 
 class VllmConfigOfNeuzip(QuantizationConfig):
@@ -36,18 +36,18 @@ class VllmConfigOfNeuzip(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VllmConfigOfNeuzip:
-        """The config of a compressed folder. Raises VllmRefusal for one that vLLM cannot serve."""
+        """The config of a compressed folder. Raises EngineRefusal for one that vLLM cannot serve."""
         from neuzip.formats.manifest import VERSION
 
         version, original = config.get("version"), config.get("original")
         if version != VERSION or type(version) is not int:
-            raise VllmRefusal(
+            raise EngineRefusal(
                 f"config.json, quantization_config: format version {version!r}; this neuzip reads {VERSION}",
                 "update neuzip to read it",
             )
         if original is not None:
             method = original.get("quant_method") if isinstance(original, dict) else original
-            raise VllmRefusal(
+            raise EngineRefusal(
                 f"vLLM cannot serve weights that were quantized ({method}) before neuzip compressed them",
                 "restore the folder with `neuzip decompress`, and serve that",
             )
@@ -56,15 +56,15 @@ class VllmConfigOfNeuzip(QuantizationConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Take over what config.json says, as soon as vLLM has read it. Raises VllmRefusal."""
+        """Take over what config.json says, as soon as vLLM has read it. Raises EngineRefusal."""
         section = getattr(hf_config, SECTION, None)
         if section is not None:
             entry = section.get(ENTRY) if isinstance(section, dict) else None
-            checked(entry, f"config.json, {SECTION}.{ENTRY}")
+            checked(entry, f"config.json, {SECTION}.{ENTRY}", ENTRY)
             self.entry, self._options = entry, None
 
     def options(self) -> ServingOptions:
-        """The options of the start whose model is being made. Raises VllmRefusal.
+        """The options of the start whose model is being made. Raises EngineRefusal.
 
         They are kept: vLLM has no current config when it reloads weights, and asks for methods again.
         """
@@ -78,7 +78,7 @@ class VllmConfigOfNeuzip(QuantizationConfig):
         return self._options
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves it to vLLM, as attention. Raises VllmRefusal."""
+        """The method of a layer; None leaves it to vLLM, as attention. Raises EngineRefusal."""
         from neuzip.runtime.vllm.choice import method_of
 
         return method_of(layer, prefix, self.options())
@@ -103,10 +103,10 @@ class VllmConfigOfNeuzip(QuantizationConfig):
 
     @staticmethod
     def _prepare_process() -> None:
-        """Have this process load with our loader. Raises VllmRefusal for a version that is not supported."""
+        """Have this process load with our loader. Raises EngineRefusal for an unsupported version."""
         import vllm
 
-        require_supported(vllm.__version__)
+        require_supported(ENTRY, vllm.__version__)
         from neuzip.runtime.vllm.loader import install
 
         install()

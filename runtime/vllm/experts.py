@@ -31,8 +31,8 @@ from neuzip.kernels.experts.held import HeldExperts, hold_experts
 from neuzip.kernels.experts.ops import Activation
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
+from neuzip.runtime.serving import ServingOptions
 from neuzip.runtime.vllm.methods import Layer, can_be_packed
-from neuzip.runtime.vllm.options import ServingOptions
 from neuzip.runtime.vllm.reloading import require_unpacked
 
 WEIGHTS = ("w13_weight", "w2_weight")

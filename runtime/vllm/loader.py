@@ -21,9 +21,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.platforms import current_platform
 
+from neuzip.runtime.serving import EngineRefusal
 from neuzip.runtime.vllm.llvmlite_names import tolerate_llvmlite
 from neuzip.runtime.vllm.reloading import require_unpacked
-from neuzip.runtime.vllm.versions import VllmRefusal
 
 if TYPE_CHECKING:
     from neuzip.compress.sources.folder import FolderSource
@@ -61,7 +61,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         """The config.json of the model that is loaded, which may be a draft model."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Fill a model. Raises VllmRefusal where tensors are missing, and FormatError for damaged files."""
+        """Fill a model. Raises EngineRefusal where tensors are missing, and FormatError for damaged files."""
         self._is_checked = model_config.quantization == "neuzip"
         if not self._is_checked:  # such as the draft model of one that is
             super().load_weights(model, model_config)
@@ -88,7 +88,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         require_all_loaded(model, loaded_weights, self._names)
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and values of all tensors of a checkpoint. Raises VllmRefusal if `model` is packed already.
+        """Name and values of all tensors of a checkpoint. Raises EngineRefusal if `model` is packed already.
 
         vLLM calls this at its start, and to reload weights: before it takes the layers of the model apart.
         """
@@ -132,13 +132,13 @@ class NeuzipModelLoader(DefaultModelLoader):
             )
 
     def _require_tied(self, source: FolderSource) -> None:
-        """Raise VllmRefusal if vLLM would pass over an LM head. It looks for one in plain folders only."""
+        """Raise EngineRefusal if vLLM would pass over an LM head. It looks for one in plain folders only."""
         from neuzip.runtime.weight_files import head_of_its_own
 
         is_tied = getattr(self._config, "tie_word_embeddings", False)
         name = head_of_its_own(source) if is_tied else None
         if name is not None:
-            raise VllmRefusal(
+            raise EngineRefusal(
                 f"config.json says that the embeddings are tied, but {name!r} is not the embedding",
                 "add `--hf-overrides '{\"tie_word_embeddings\": false}'`",
             )

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from sglang_engine import Runner, new_checkpoint  # noqa: E402
 
 from neuzip import compress_checkpoint  # noqa: E402
-from neuzip.runtime.sglang.versions import SglangRefusal  # noqa: E402
+from neuzip.runtime.serving import EngineRefusal  # noqa: E402
 from neuzip.runtime.weights import PackedWeight  # noqa: E402
 
 pytestmark = pytest.mark.engines
@@ -148,14 +148,14 @@ def test_a_missing_tensor_is_refused_where_weights_are_packed(
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SglangRefusal, match=r"lacks 32,768 of the 131,072 weights of a QKVParallelLinear"):
+    with pytest.raises(EngineRefusal, match=r"lacks 32,768 of the 131,072 weights of a QKVParallelLinear"):
         runner.load(folder, "neuzip")
 
 
 def test_packed_weights_are_not_replaced_while_served(runner: Runner, tied: Path) -> None:
     model = runner.load(tied, "neuzip")
     name = "model.layers.0.mlp.down_proj.weight"
-    with pytest.raises(SglangRefusal, match="cannot be replaced while SGLang serves them"):
+    with pytest.raises(EngineRefusal, match="cannot be replaced while SGLang serves them"):
         model.load_weights([(name, torch.zeros(256, 512, dtype=torch.bfloat16))])
 
 
@@ -189,16 +189,16 @@ def test_what_cannot_be_served_is_refused(
     from neuzip.runtime.sglang.hooks import served_config
 
     config = SimpleNamespace(quantization_config={"quant_method": "neuzip", **stored}, neuzip=section)
-    with pytest.raises(SglangRefusal, match=message):
+    with pytest.raises(EngineRefusal, match=message):
         served_config(config)
 
 
 def test_another_version_of_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from neuzip.runtime.sglang import versions
+    from neuzip.runtime.sglang import quantization
 
-    monkeypatch.setattr(versions, "version", lambda name: "0.4.9")
-    with pytest.raises(SglangRefusal, match=r"SGLang >=0\.5\.16,<=0\.5\.23, and this is SGLang 0\.4\.9"):
-        versions.require_supported()
+    monkeypatch.setattr(quantization.metadata, "version", lambda name: "0.4.9")
+    with pytest.raises(EngineRefusal, match=r"SGLang >=0\.5\.16,<=0\.5\.23, and this is SGLang 0\.4\.9"):
+        quantization.SglangConfigOfNeuzip()
 
 
 def test_a_damaged_file_is_refused(runner: Runner, tied: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_compressed_and_plain_files_together_are_refused(tied: Path, tmp_path: P
 
     compress_checkpoint(tied, tmp_path / "model.nz")
     files = [str(tied / "model.safetensors"), str(tmp_path / "model.nz" / "model.safetensors")]
-    with pytest.raises(SglangRefusal, match="is not compressed, and other weight files beside it are"):
+    with pytest.raises(EngineRefusal, match="is not compressed, and other weight files beside it are"):
         decoded_weights(lambda files: iter(()), files)
 
 
@@ -269,5 +269,5 @@ def test_a_start_that_cannot_be_hooked_refuses_a_compressed_folder(
 
     from neuzip.runtime.sglang.hooks import served_config
 
-    with pytest.raises(SglangRefusal, match=r"did not apply neuzip's hook to .*safetensors_weights_iterator"):
+    with pytest.raises(EngineRefusal, match=r"did not apply neuzip's hook to .*safetensors_weights_iterator"):
         served_config(SimpleNamespace(quantization_config=section))

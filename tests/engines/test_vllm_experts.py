@@ -189,8 +189,8 @@ def test_each_reason_to_stay_dense_is_named() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+    from neuzip.runtime.serving import ServingOptions
     from neuzip.runtime.vllm.experts import reason_to_stay_dense
-    from neuzip.runtime.vllm.options import ServingOptions
 
     class OwnLoader(RoutedExperts):
         def weight_loader(self, *_: Any) -> None: ...

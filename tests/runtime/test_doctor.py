@@ -20,7 +20,7 @@ from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.triton import pack
 from neuzip.runtime.doctor import folders, gpus, packages, plugins, results
 from neuzip.runtime.doctor.finding import Finding
-from neuzip.runtime.vllm.versions import VllmRefusal, require_supported
+from neuzip.runtime.serving import EngineRefusal, require_supported
 
 CPU = torch.device("cpu")
 H100 = Driver("595.10", "13.2", (InstalledGpu("NVIDIA H100", "9.0", 80 << 30),))
@@ -341,6 +341,8 @@ def test_a_command_has_an_exit_code_and_three_outputs(
 
 
 def test_vllm_is_refused_by_the_range_of_the_report() -> None:
-    require_supported("0.32.0+cpu")
-    with pytest.raises(VllmRefusal, match=r"neuzip supports vLLM >=0\.26,<0\.33, and this is vLLM 0\.33\.0"):
-        require_supported("0.33.0")
+    require_supported("vllm", "0.32.0+cpu")
+    with pytest.raises(
+        EngineRefusal, match=r"neuzip supports vLLM >=0\.26,<0\.33, and this is vLLM 0\.33\.0"
+    ):
+        require_supported("vllm", "0.33.0")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from neuzip.distribution import ENGINES
-from neuzip.runtime.vllm.options import ServingOptions, serving_options
-from neuzip.runtime.vllm.versions import VllmRefusal, require_supported
+from neuzip.runtime.serving import EngineRefusal, ServingOptions, require_supported
+from neuzip.runtime.vllm.options import serving_options
 
 
 def test_a_compressed_folder_is_dense_and_a_plain_one_packed() -> None:
@@ -38,21 +38,21 @@ def test_the_command_line_comes_before_config_json() -> None:
     ],
 )
 def test_a_wrong_key_or_value_is_named(additional: Any, entry: Any, words: list[str]) -> None:
-    with pytest.raises(VllmRefusal) as refusal:
+    with pytest.raises(EngineRefusal) as refusal:
         serving_options(additional, entry, is_compressed=False)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.1rc2.dev3+g1234+cpu", "0.29"])
 def test_versions_between_the_bounds_are_supported(version: str) -> None:
-    require_supported(version)
+    require_supported("vllm", version)
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "0.1.dev1+gabc", "dev", ""])
 def test_other_versions_are_refused_with_what_to_install(version: str) -> None:
     versions = ENGINES["vllm"].versions
-    with pytest.raises(VllmRefusal) as refusal:
-        require_supported(version)
+    with pytest.raises(EngineRefusal) as refusal:
+        require_supported("vllm", version)
     line = f'pip install "vllm{versions}"'
     assert version in str(refusal.value) and line in str(refusal.value)
 
