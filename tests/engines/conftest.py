@@ -57,3 +57,22 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("VLLM_CACHE_ROOT", str(folder / "vllm"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def plain() -> Path:
+    """The folder of wikilm-26m."""
+    folder = Path(os.environ.get("NEUZIP_DATA", "/nowhere")) / "wikilm-26m"
+    if not folder.is_dir():
+        pytest.skip("NEUZIP_DATA names no folder with wikilm-26m")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compressed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of wikilm-26m, compressed."""
+    from neuzip import compress_checkpoint  # imports numba: see pytest_collection_modifyitems
+
+    folder = tmp_path_factory.mktemp("compressed") / "my-model.nz"
+    compress_checkpoint(plain, folder)
+    return folder

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import pkgutil
 import shutil
 from collections.abc import Iterator
@@ -31,21 +30,6 @@ pytestmark = pytest.mark.engines
 
 PACKED = '{"neuzip": {"sglang": {"residency": "packed"}}}'
 EXACT = '{"neuzip": {"sglang": {"residency": "packed", "exact": true}}}'
-
-
-@pytest.fixture(scope="module")
-def plain() -> Path:
-    folder = Path(os.environ.get("NEUZIP_DATA", "/nowhere")) / "wikilm-26m"
-    if not folder.is_dir():
-        pytest.skip("NEUZIP_DATA names no folder with wikilm-26m")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def compressed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compressed") / "my-model.nz"
-    compress_checkpoint(plain, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

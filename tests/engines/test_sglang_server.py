@@ -21,8 +21,6 @@ pytest.importorskip("sglang", reason="SGLang is not installed: run `make test-sg
 
 from sglang_engine import FLAGS, PROMPTS
 
-from neuzip import compress_checkpoint
-
 pytestmark = pytest.mark.engines
 
 START = 300
@@ -76,21 +74,6 @@ def greedy(address: str) -> list[list[int]]:
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     body = {"text": list(PROMPTS), "sampling_params": sampling}
     return [answer["output_ids"] for answer in json.loads(post(f"{address}/generate", body))]
-
-
-@pytest.fixture(scope="module")
-def plain() -> Path:
-    folder = Path(os.environ.get("NEUZIP_DATA", "/nowhere")) / "wikilm-26m"
-    if not folder.is_dir():
-        pytest.skip("NEUZIP_DATA names no folder with wikilm-26m")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def compressed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compressed") / "my-model.nz"
-    compress_checkpoint(plain, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
