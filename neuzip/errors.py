@@ -25,8 +25,6 @@ class NeuzipError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        if hint:
-            self.__notes__ = [hint]  # which Python 3.11 and later print below a traceback
 
 
 def shell(*words: object) -> str:

@@ -26,10 +26,6 @@ SERVED = ("dense", "packed")
 class EngineRefusal(NeuzipError, ValueError):
     """Something that neuzip does not do in an engine. Engines print the text, so it contains the hint."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message, hint)
-        self.__notes__ = []  # the text has the hint already
-
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
