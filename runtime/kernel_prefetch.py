@@ -25,7 +25,7 @@ from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.kernels.rans.coded import Kind
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.runtime.dtypes import TORCH_DTYPES
-from neuzip.runtime.weights.base import SMALLEST
+from neuzip.runtime.weights.packed import can_be_packed
 
 if TYPE_CHECKING:
     from neuzip.kernels.device.compile_ahead import KernelPrefetch
@@ -145,7 +145,7 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
             unused = coding.fmt.mantissa_bits - coding.mantissa_bits
         if EXPERTS in tensor.name and dtype in torch_dtypes_for("packed"):
             experts.add((dtype, max(1, 8 - unused)))
-        is_matrix = len(tensor.info.shape) == 2 and numel >= SMALLEST and tensor.info.shape[1] <= MAX_COLUMNS
+        is_matrix = len(tensor.info.shape) == 2 and can_be_packed(*tensor.info.shape)
         if not is_matrix or dtype not in torch_dtypes_for("packed"):
             continue
         looked_up = any(part in tensor.name for part in LOOKED_UP)

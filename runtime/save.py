@@ -12,9 +12,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import BoundArguments
 from pathlib import Path
+from typing import Any
 
 from neuzip.compress import compress
 from neuzip.compress.storing import storing
@@ -41,6 +43,27 @@ def save_container(save: Callable[[Path], None], directory: str | os.PathLike[st
                 os.replace(scratch / "compressed", target)
             else:
                 _move(scratch / "compressed", target, scratch / "old")
+
+
+def require_folder(residency: str, settings: Mapping[str, Any]) -> None:
+    """Raise NeuzipError for arguments of `save_pretrained` that save a model to anything but one folder."""
+    if settings.get("push_to_hub") or settings.get("distributed_checkpoint"):
+        raise NeuzipError(
+            f"a model of the residency {residency!r} is saved to a folder only",
+            "save it there; `neuzip push` brings a compressed folder to the Hub",
+        )
+
+
+def save_call(save: Callable[..., Any], call: BoundArguments) -> None:
+    """A call of an engine's `save_pretrained`, as `save_container` does it; only the main process saves."""
+    if not call.arguments.get("is_main_process", True):
+        return
+
+    def save_plain(folder: Path) -> None:
+        call.arguments["save_directory"] = folder
+        save(*call.args, **call.kwargs)
+
+    save_container(save_plain, call.arguments["save_directory"])
 
 
 @contextmanager

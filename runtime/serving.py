@@ -48,6 +48,18 @@ def require_supported(engine: str, version: str) -> None:
         )
 
 
+def require_readable(section: Mapping[str, Any]) -> None:
+    """Raise EngineRefusal if the quantization_config of a compressed folder is of another format version."""
+    from neuzip.formats.manifest import VERSION
+
+    version = section.get("version")
+    if version != VERSION or type(version) is not int:
+        raise EngineRefusal(
+            f"config.json, quantization_config: format version {version!r}; this neuzip reads {VERSION}",
+            "update neuzip to read it",
+        )
+
+
 def options_of(values: Mapping[str, Any], residency: str, engine: str) -> ServingOptions:
     """The options of checked values, with a `residency` where these have none. Raises EngineRefusal."""
     residency, exact = values.get("residency", residency), values.get("exact", False)

@@ -68,10 +68,8 @@ def multiplies(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None,
     `multiply` computes products from the packed form for that shape.
     """
     columns = packed.shape[1]
-    row = ((torch.arange(columns) * 7919 % 12 - 5.5) / 8).to(
-        packed.dtype
-    )  # exact in both dtypes, and never 0
-    y = multiply(row.to(packed.device).expand(x.shape).contiguous(), packed, bias)
+    row = (torch.arange(columns) * 7919 % 12 - 5.5) / 8  # exact in both dtypes, and never 0
+    y = multiply(row.to(packed.device, packed.dtype).expand(x.shape).contiguous(), packed, bias)
     assert y is not None
     tile = tile_of(packed, 0)
     bits = reference.decode(tile)

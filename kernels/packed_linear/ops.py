@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from neuzip.kernels.device.first_use import is_checked
 from neuzip.kernels.device.properties import is_hopper
 from neuzip.kernels.packed_linear import first_use, reference
 from neuzip.kernels.packed_linear.form import TILE_ROWS, ExponentWindow, Packed
@@ -303,9 +304,8 @@ def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     y = None
     if x.numel() and packed.words.numel() and _on_gpu(packed.far_index):
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-        is_new = packed.is_new
         y = _multiply_packed(x, packed, bias)
-        if is_new and y is not None:
+        if y is not None and not is_checked(first_use.PRODUCTS, packed.device):
             first_use.check_product(x, packed, bias, _multiply_packed)
     if y is None:
         y = _multiply_decoded(x.reshape(math.prod(x.shape[:-1]), columns), packed, bias)

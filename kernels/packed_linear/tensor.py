@@ -98,11 +98,6 @@ class PackedTensor:
         return self._derived[name]  # type: ignore[no-any-return]
 
     @property
-    def is_new(self) -> bool:
-        """Whether nothing is cached yet: no launch has been prepared for it."""
-        return not self._derived
-
-    @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
         """What is in memory, in the order of ARRAYS."""
         return tuple(getattr(self, name) for name in ARRAYS)

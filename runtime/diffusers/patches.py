@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -167,27 +166,17 @@ def as_container(save: Callable[..., Any]) -> Callable[..., Any]:
         config = getattr(quantizer, "quantization_config", None)
         if residency == "dense" or getattr(config, "quant_method", None) != METHOD:
             return save(*arguments, **options)
-        refuse_other_forms(residency, settings)
-        if not settings.get("is_main_process", True):
-            return None
-        from neuzip.runtime.save import save_container
+        from neuzip.runtime.save import require_folder, save_call
 
-        def save_plain(folder: Path) -> None:
-            settings["save_directory"] = folder
-            save(*call.args, **call.kwargs)
-
-        return save_container(save_plain, settings["save_directory"])
+        require_folder(residency, settings)
+        require_safetensors(residency, settings)
+        return save_call(save, call)
 
     return save_pretrained
 
 
-def refuse_other_forms(residency: str, settings: dict[str, Any]) -> None:
-    """Raise NeuzipError for arguments of `save_pretrained` that a compressed folder cannot follow."""
-    if settings.get("push_to_hub"):
-        raise NeuzipError(
-            f"a model of the residency {residency!r} is saved to a folder only",
-            "save it there; `neuzip push` brings a compressed folder to the Hub",
-        )
+def require_safetensors(residency: str, settings: dict[str, Any]) -> None:
+    """Raise NeuzipError for arguments of `save_pretrained` that ask for another kind of file."""
     if not settings.get("safe_serialization", True) or settings.get("use_flashpack"):
         raise NeuzipError(
             f"a model of the residency {residency!r} is saved as safetensors only",

@@ -12,7 +12,6 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -99,15 +98,12 @@ def _as_container(save: Any) -> Any:
         from neuzip.runtime.hf.quantizer import CompressingQuantizer
 
         is_ours = isinstance(getattr(model, "hf_quantizer", None), CompressingQuantizer)
-        if not is_ours or getattr(
-            model, "_hf_peft_config_loaded", False
-        ):  # of adapters it saves nothing else
+        saves_adapters = getattr(model, "_hf_peft_config_loaded", False)  # and nothing else
+        if not is_ours or saves_adapters:
             return save(*arguments, **options)
-        if settings.get("push_to_hub") or settings.get("distributed_checkpoint"):
-            raise NeuzipError(
-                f"a model of the residency {model.hf_quantizer.residency!r} is saved to a folder only",
-                "save it there; `neuzip push` brings a compressed folder to the Hub",
-            )
+        from neuzip.runtime.save import require_folder, save_call
+
+        require_folder(model.hf_quantizer.residency, settings)
         from neuzip.runtime.bitlinear import bit_linears
 
         if bit_linears(model):
@@ -115,16 +111,7 @@ def _as_container(save: Any) -> Any:
                 "a model with ternary layers is not saved, as their scales would be rounded to its dtype",
                 "copy the folder it came from, or make it dense first: model.dequantize()",
             )
-        if not settings.get("is_main_process", True):
-            return None
-
-        from neuzip.runtime.save import save_container
-
-        def save_plain(folder: Path) -> None:
-            settings["save_directory"] = folder
-            save(*call.args, **call.kwargs)
-
-        return save_container(save_plain, settings["save_directory"])
+        return save_call(save, call)
 
     return save_pretrained
 

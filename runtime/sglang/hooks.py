@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module, metadata
 from typing import Any
 
-from neuzip.formats.manifest import VERSION
-from neuzip.runtime.serving import SECTION, EngineRefusal, require_supported
+from neuzip.runtime.serving import SECTION, EngineRefusal, require_readable, require_supported
 from neuzip.runtime.sglang.options import ENTRY, sglang_options
 
 METHOD = "neuzip"
@@ -55,12 +54,8 @@ def served_config(config: Any, *_: Any, **__: Any) -> None:
     if isinstance(stored, Mapping) and stored.get("quant_method") == METHOD and ENTRY not in stored:
         require_supported(ENTRY, metadata.version("sglang"))
         _require_hooks()
-        version, original = stored.get("version"), stored.get("original")
-        if version != VERSION or type(version) is not int:
-            raise EngineRefusal(
-                f"config.json, quantization_config: format version {version!r}; this neuzip reads {VERSION}",
-                "update neuzip to read it",
-            )
+        require_readable(stored)
+        original = stored.get("original")
         if original is None:
             del config.quantization_config
         else:

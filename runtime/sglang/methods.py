@@ -16,9 +16,8 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase, Quantiz
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.utils import set_weight_attrs
 
-from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.runtime.sglang.arrival import ArrivingWeight, finish
-from neuzip.runtime.weights.base import SMALLEST
+from neuzip.runtime.weights.packed import can_be_packed
 
 
 def linear_method(layer: Any, exact: bool) -> QuantizeMethodBase:
@@ -33,11 +32,6 @@ def embedding_method(layer: Any, exact: bool) -> QuantizeMethodBase:
     if can_be_packed(layer.num_embeddings, layer.embedding_dim):
         return PackedEmbeddingMethod(exact)
     return UnquantizedEmbeddingMethod()
-
-
-def can_be_packed(out: int, columns: int) -> bool:
-    """Whether a matrix of this shape is packed: it is large enough to gain, and not too wide for the form."""
-    return out * columns >= SMALLEST and columns <= MAX_COLUMNS
 
 
 def create_packed(

@@ -18,7 +18,8 @@ from vllm.platforms import current_platform
 from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.runtime.serving import EngineRefusal, ServingOptions
 from neuzip.runtime.vllm.experts import PackedExpertsMethod, activation_of, reason_to_stay_dense
-from neuzip.runtime.vllm.methods import Layer, PackedWeightMethod, can_be_packed
+from neuzip.runtime.vllm.methods import Layer, PackedWeightMethod
+from neuzip.runtime.weights.packed import can_be_packed
 
 logger = init_logger("vllm.neuzip")
 

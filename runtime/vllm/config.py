@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from neuzip.runtime.serving import SECTION, EngineRefusal, ServingOptions, checked, require_supported
+from neuzip.runtime.serving import (
+    SECTION,
+    EngineRefusal,
+    ServingOptions,
+    checked,
+    require_readable,
+    require_supported,
+)
 from neuzip.runtime.vllm.options import ENTRY, serving_options
 
 
@@ -37,14 +44,8 @@ class VllmConfigOfNeuzip(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VllmConfigOfNeuzip:
         """The config of a compressed folder. Raises EngineRefusal for one that vLLM cannot serve."""
-        from neuzip.formats.manifest import VERSION
-
-        version, original = config.get("version"), config.get("original")
-        if version != VERSION or type(version) is not int:
-            raise EngineRefusal(
-                f"config.json, quantization_config: format version {version!r}; this neuzip reads {VERSION}",
-                "update neuzip to read it",
-            )
+        require_readable(config)
+        original = config.get("original")
         if original is not None:
             method = original.get("quant_method") if isinstance(original, dict) else original
             raise EngineRefusal(

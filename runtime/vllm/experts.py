@@ -32,8 +32,9 @@ from neuzip.kernels.experts.ops import Activation
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 from neuzip.runtime.serving import ServingOptions
-from neuzip.runtime.vllm.methods import Layer, can_be_packed
+from neuzip.runtime.vllm.methods import Layer
 from neuzip.runtime.vllm.reloading import require_unpacked
+from neuzip.runtime.weights.packed import can_be_packed
 
 WEIGHTS = ("w13_weight", "w2_weight")
 """vLLM's names of the two parameters of a layer: gate and up of all experts, and down."""

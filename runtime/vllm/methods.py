@@ -27,19 +27,12 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from neuzip.kernels.packed_linear import ops
-from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.kernels.packed_linear.held import held, hold
 from neuzip.kernels.packed_linear.tensor import ARRAYS
 from neuzip.runtime.vllm.reloading import require_unpacked
-from neuzip.runtime.weights.base import SMALLEST
 
 Layer = Any
 """A module of vLLM, with the attributes that PackedWeightMethod describes."""
-
-
-def can_be_packed(out: int, columns: int) -> bool:
-    """Whether a matrix of this shape is packed: it is large enough to gain, and not too wide for the form."""
-    return out * columns >= SMALLEST and columns <= MAX_COLUMNS
 
 
 class PackedWeightMethod(LinearMethodBase):

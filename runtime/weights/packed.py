@@ -15,6 +15,7 @@ from neuzip.kernels.packed_linear.form import MAX_COLUMNS, TILE_ROWS
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 from neuzip.runtime.buffers import DecodeUnit
 from neuzip.runtime.weights.base import (
+    SMALLEST,
     CompressedWeight,
     RowRange,
     WeightUse,
@@ -22,6 +23,11 @@ from neuzip.runtime.weights.base import (
     parts_within,
     rows_at_a_time,
 )
+
+
+def can_be_packed(out: int, columns: int) -> bool:
+    """Whether a matrix of this shape is packed: it is large enough to gain, and not too wide for the form."""
+    return out * columns >= SMALLEST and columns <= MAX_COLUMNS
 
 
 class PackedWeight(CompressedWeight):

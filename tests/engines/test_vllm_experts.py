@@ -24,7 +24,7 @@ from vllm_engine import (
     start,
     started,
 )
-from vllm_models import compressed, mixtral, qwen3_moe
+from vllm_models import compressed, mixtral, qwen3_moe, with_tensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("caches")]
 
@@ -144,17 +144,13 @@ def test_experts_lack_no_tensor_and_say_once_why_they_stay_dense(
 
 def lacking(folder: Path, target: Path, ending: str) -> Path:
     """A copy of a model whose second layer lacks the tensors of its experts with an ending."""
-    from safetensors.torch import load_file, save_file
 
-    target.mkdir()
-    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    names = [n for n in tensors if ".layers.1." in n and n.endswith(ending)]
-    assert names
-    save_file(
-        {n: t for n, t in tensors.items() if n not in names}, target / "model.safetensors", {"format": "pt"}
-    )
-    return target
+    def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = [name for name in tensors if ".layers.1." in name and name.endswith(ending)]
+        assert names
+        return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+    return with_tensors(folder, target, without)
 
 
 # Layers without an engine

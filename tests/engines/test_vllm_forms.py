@@ -17,17 +17,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm_models import SIZES, compressed, untied, with_config, with_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "support"))
 
 pytestmark = pytest.mark.engines
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
-    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
 
 PACKED = {"additional_config": {"neuzip": {"residency": "packed"}}}
 
@@ -82,67 +78,34 @@ def run(*starts: tuple[str | Path, dict[str, Any]], **environment: str) -> tuple
     return results, done.stdout + done.stderr
 
 
-def saved(model: Any, folder: Path, **options: Any) -> Path:
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
-    model().bfloat16().save_pretrained(folder, **options)
+    config = LlamaConfig(**SIZES | {"tie_word_embeddings": True}, intermediate_size=512)
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 
-def compressed(folder: Path) -> Path:
-    """The compressed folder beside a plain one."""
-    target = folder.with_name(f"{folder.name}.nz")
-    neuzip = Path(sys.executable).with_name("neuzip")
-    done = subprocess.run([neuzip, "compress", folder, target], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "tied"
-    return saved(lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), folder)
-
-
-def with_own_head(folder: Path, target: Path) -> Path:
-    """A copy of a tied model with an LM head of other values, which its config.json denies."""
-    from safetensors.torch import load_file, save_file
-
-    target.mkdir()
-    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
-def with_section(folder: Path, target: Path, change: Any) -> Path:
-    """A copy of a folder, of links, whose config.json is changed."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).symlink_to(path)
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (target / "config.json").unlink()
-    (target / "config.json").write_text(json.dumps(config))
-    return target
+def with_own_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a tied model, and an LM head of other values, which its config.json denies."""
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).contiguous()}
 
 
 def test_tied_embeddings_and_what_config_json_says(tied: Path, tmp_path: Path) -> None:
     small = compressed(tied)
-    packed = with_section(
+    packed = with_config(
         small, tmp_path / "packed.nz", lambda config: config.update(neuzip={"vllm": {"residency": "packed"}})
     )
-    wrong = with_section(
+    wrong = with_config(
         small, tmp_path / "wrong.nz", lambda config: config.update(neuzip={"vllm": {"exactly": True}})
     )
-    before = with_section(
+    before = with_config(
         small,
         tmp_path / "fp8.nz",
         lambda config: config["quantization_config"].update(original={"quant_method": "fp8"}),
     )
-    own_head = compressed(with_own_head(tied, tmp_path / "own"))
+    own_head = compressed(with_tensors(tied, tmp_path / "own", with_own_head))
     results, _ = run(
         (tied, {}), (small, {}), (packed, {}), (wrong, {}), (before, {}), (own_head, {}),
         (small, PACKED | {"dtype": "float32"}), (small, PACKED | {"cpu_offload_gb": 1}),
@@ -162,12 +125,8 @@ def test_tied_embeddings_and_what_config_json_says(tied: Path, tmp_path: Path) -
 
 def test_a_compressed_repository_of_the_hub_is_served(tied: Path, tmp_path: Path) -> None:
     from loopback_hub import hub_environment, running_hub
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = saved(
-        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-        tmp_path / "shards", max_shard_size="500KB",
-    )  # fmt: skip
+    model = untied(tmp_path / "shards", shard="500KB")
     small = compressed(model)
     files = {str(p.relative_to(small)): p.read_bytes() for p in small.rglob("*") if p.is_file()}
     assert sum(name.endswith(".safetensors") for name in files) > 2 and "neuzip/manifest.json" in files

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from safetensors.torch import load_file, save_file
+import torch
 from vllm_engine import NEW, TEXTS, in_other_process, residency
-from vllm_models import compressed, keys_as_values, untied
+from vllm_models import compressed, keys_as_values, untied, with_config, with_tensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("caches")]
 
@@ -28,29 +27,20 @@ def packable(plain: Path) -> Path:
 
 def lacking(folder: Path, target: Path, tensor: str) -> Path:
     """A copy of a checkpoint without one of its tensors."""
-    target.mkdir()
-    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[tensor]
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
 
+    def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        del tensors[tensor]
+        return tensors
 
-def of_version(folder: Path, target: Path, version: int) -> Path:
-    """A compressed folder whose config.json says that it has another format version."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).symlink_to(path)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["version"] = version
-    (target / "config.json").unlink()
-    (target / "config.json").write_text(json.dumps(config))
-    return target
+    return with_tensors(folder, target, without)
 
 
 def test_refusals_say_what_is_wrong(plain: Path, packable: Path, tmp_path: Path, say):
     """All in one process: after each refusal another start is possible."""
     without = lacking(plain, tmp_path / "lacking", "model.layers.1.mlp.up_proj.weight")
+    newer = with_config(
+        packable, tmp_path / "newer.nz", lambda config: config["quantization_config"].update(version=99)
+    )
     without_norm = lacking(plain, tmp_path / "no-norm", "model.layers.0.input_layernorm.weight")
     packed = residency("packed")
     cases = [
@@ -61,7 +51,7 @@ def test_refusals_say_what_is_wrong(plain: Path, packable: Path, tmp_path: Path,
         (packable, residency("ans"), ["residency", "ans", "dense or packed"]),
         (packable, residency("dense", exact=True), ["exact", "residency 'packed'"]),
         (packable, {"additional_config": {"neuzip": {"residence": "packed"}}}, ["residence", "residency"]),
-        (of_version(packable, tmp_path / "newer.nz", 99), {}, ["version 99", "update neuzip"]),
+        (newer, {}, ["version 99", "update neuzip"]),
     ]
     gemma = keys_as_values(tmp_path / "gemma")
     say(f"vLLM starts {len(cases) + 2} times, of which {len(cases)} are refused")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -28,26 +29,22 @@ WORDS = 1000
 """A vocabulary that vLLM fills up to a multiple of 64."""
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
 def untied(folder: Path, seed: int = 1, spread: float = 0.2, shard: str = "5GB") -> Path:
     """Write a bf16 Llama with an LM head of its own, and return the folder.
 
     `spread` is the standard deviation of its weights; files are not larger than `shard`.
     """
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=64, initializer_range=spread,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    config = LlamaConfig(**SIZES | {"initializer_range": spread}, intermediate_size=512)
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size=shard)
     return folder
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": WORDS, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.2,
-    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
 
 
 def mixtral(folder: Path) -> Path:
@@ -83,8 +80,35 @@ def keys_as_values(folder: Path) -> Path:
     return folder
 
 
-def compressed(folder: Path, target: Path) -> Path:
-    """Compress a checkpoint as a user does, in a process of its own, and return the new folder."""
+def with_tensors(
+    folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> Path:
+    """A copy of a plain checkpoint of one file, with the tensors that `change` makes of its tensors."""
+    target.mkdir()
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def with_config(folder: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a folder, of links, whose config.json is changed."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def compressed(folder: Path, target: Path | None = None) -> Path:
+    """Compress a checkpoint as a user does, in a process of its own, and return the new folder.
+
+    Without a `target` it lies beside the checkpoint.
+    """
+    target = target or folder.with_name(f"{folder.name}.nz")
     neuzip = Path(sys.executable).with_name("neuzip")
     done = subprocess.run([neuzip, "compress", folder, target], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
