@@ -378,9 +378,9 @@ def test_a_model_that_cannot_be_captured_leaves_no_trace(device: torch.device):
 def test_command_says_which_loop_ran(small: Path, neuzip):
     asked = ("generate", small, "--prompt", "import ", "--max-new-tokens", 4)
     said = neuzip(*asked)
-    assert said.stderr.splitlines()[1] == "steps as a CUDA graph"
+    assert "steps as a CUDA graph" in said.stderr.splitlines()
     said = neuzip(*asked, "--no-graph")
-    assert said.stderr.splitlines()[1] == "steps without a CUDA graph: transformers' loop was asked for"
+    assert "steps without a CUDA graph: transformers' loop was asked for" in said.stderr.splitlines()
     assert neuzip(*asked, "--json").json["graphed"] is True
     assert neuzip(*asked, "--no-graph", "--json").json["graphed"] is False
 
