@@ -32,8 +32,8 @@ from neuzip.eval.plans.plan_request import RequestedUse, Stages, TargetRequest
 from neuzip.eval.plans.plan_trials import Planner, SearchResult
 from neuzip.eval.plans.reach import FixedBytes, OutOfReach, predict_reach
 from neuzip.eval.plans.search import upper
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.plans.sensitivity import (
-    CalibrationWindows,
     Method,
     Sensitivity,
     fisher,
