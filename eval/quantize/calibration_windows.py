@@ -45,5 +45,3 @@ class CalibrationWindows:
         rows = max(1, BATCH // self.fed.shape[1])
         for fed, targets in zip(torch.split(self.fed, rows), torch.split(self.targets, rows), strict=True):
             yield fed, targets.flatten()
-
-

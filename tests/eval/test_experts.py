@@ -32,13 +32,13 @@ from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.histograms import inspect, select
 from neuzip.eval.plans import plan_search, sensitivity
 from neuzip.eval.plans.candidates import GroupCandidates, predict_candidates
-from neuzip.eval.quantize.checkpoint_parameters import find_parameters, values_for
 from neuzip.eval.plans.expert_groups import split_by_use
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.sensitivity import Sensitivity
-from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.plans.target_values import target_size
 from neuzip.eval.plans.tensor_groups import find_groups
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.eval.quantize.checkpoint_parameters import find_parameters, values_for
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import load_model
 

@@ -48,9 +48,9 @@ from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocat
 from neuzip.eval.plans.candidates import GroupCandidates, SchemeChoice
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.search import search_budget
+from neuzip.eval.plans.tensor_groups import TensorGroup
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.gradients import fisher_diagonal
-from neuzip.eval.plans.tensor_groups import TensorGroup
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
