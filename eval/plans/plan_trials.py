@@ -156,7 +156,7 @@ class Planner:
         *others, best = search_budget(
             lambda budget: allocate(options, budget), self._value, self.request.target.limit, self._floor()
         )
-        return self._result(best.allocation, *(attempt.product for attempt in others), best.product)
+        return self._result(best.choice, *(attempt.product for attempt in others), best.product)
 
     def _floor(self) -> float:
         """The divergence, or increase of loss, before any tensor is rounded."""

@@ -156,12 +156,12 @@ def test_search_does_so_where_the_whole_is_no_multiple_of_its_parts():
 
 def test_search_takes_what_loses_nothing_if_nothing_else_holds():
     attempts = search_budget(ideal, lambda a: (exactly(1.0 if a.weight else 0.0), None), 0.01)
-    assert attempts[-1].allocation.weight == 0
+    assert attempts[-1].choice.weight == 0
     assert len(attempts) == search.ATTEMPTS + 1
 
 
 def test_search_for_nothing_tries_one_plan():
-    assert [a.allocation.weight for a in search_budget(ideal, lambda a: (exactly(a.weight), None), 0.0)] == [
+    assert [a.choice.weight for a in search_budget(ideal, lambda a: (exactly(a.weight), None), 0.0)] == [
         0
     ]
 
@@ -169,7 +169,7 @@ def test_search_for_nothing_tries_one_plan():
 def test_search_ends_where_a_larger_budget_changes_nothing():
     largest = Allocation((7,), 5.0, 0.0, 0.0)
     attempts = search_budget(lambda budget: largest, lambda a: (exactly(-0.1), None), 0.01)
-    assert [a.allocation for a in attempts] == [largest]
+    assert [a.choice for a in attempts] == [largest]
 
 
 def test_search_adds_the_standard_error():
@@ -199,7 +199,7 @@ def test_search_ends_where_errors_are_larger_than_the_limit():
 
     attempts = search_budget(lambda budget: ideal(min(budget, 1.0)), noisy, 0.01)
     assert attempts[-1].value <= 0.01
-    assert all(a.allocation.weight < math.inf for a in attempts)
+    assert all(a.choice.weight < math.inf for a in attempts)
 
 
 def test_search_passes_over_a_plan_that_breaks_the_model():
