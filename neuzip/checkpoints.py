@@ -139,11 +139,11 @@ def compress_checkpoint(
     `calibration` is the text that quantised weights are fitted to: "auto" takes the part of `text` that is
     not used to measure, and "none" rounds every weight to the nearest integer.
 
-    These parameters need `scheme="rounded"`. `sensitivity` is how the loss due to each tensor is estimated:
-    "measured", "fisher" or "weights". `expert_use` gives rarely chosen experts of a mixture fewer bits: "auto"
-    counts how often each is chosen on the text, a file of `neuzip experts --output` says it, and "none"
-    treats all experts of a layer alike. `drop_layers` is how many whole layers to drop. "auto" drops as many
-    as make the result smaller, or closer to the original for `target_size`.
+    The next three parameters need `scheme="rounded"`. `sensitivity` is how the loss due to each tensor is
+    estimated: "measured", "fisher" or "weights". `expert_use` gives rarely chosen experts of a mixture fewer
+    bits: "auto" counts how often each is chosen on the text, a file of `neuzip experts --output` says it, and
+    "none" treats all experts of a layer alike. `drop_layers` is how many whole layers to drop. "auto" drops
+    as many as make the result smaller, or closer to the original for `target_size`.
 
     `base` is the checkpoint that `source` was made from: the result is a delta, which stores the difference
     without loss. `decompress_checkpoint` restores `source` from the delta and the base.

@@ -202,8 +202,8 @@ BitsOption = Annotated[
     str | None,
     typer.Option(
         metavar="B",
-        help="Best quality with at most B bits per weight, such as 4.25: the whole weight files divided by"
-        " the number of weights",
+        help="Best quality with at most B bits per weight, such as 4.25: the whole weight files divided"
+        " by the number of weights",
     ),
 ]
 CalibrationOption = Annotated[
