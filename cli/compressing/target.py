@@ -1,4 +1,4 @@
-"""--max-kld, --max-ppl-increase and --target-size of neuzip compress: search a plan, and compress by it."""
+"""The targets of neuzip compress, such as --bits and --max-kld: search a plan, and compress by it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from neuzip.choices import Sensitivity
+from neuzip.choices import Sensitivity, TargetScheme
 from neuzip.cli.output import Output
 from neuzip.cli.show.target import show_result
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
@@ -26,7 +26,12 @@ _HINTS = {
 
 
 def layers_to_drop(
-    text: str, goal: RequestedTarget | None, *, excluded: str | None, sensitivity: Sensitivity
+    text: str,
+    goal: RequestedTarget | None,
+    *,
+    excluded: str | None,
+    scheme: TargetScheme,
+    sensitivity: Sensitivity,
 ) -> DropLayers:
     """The value of --drop-layers: a number, 0 for none, or auto. `excluded` names an option beside it.
 
@@ -42,7 +47,7 @@ def layers_to_drop(
             f"--drop-layers {text}: not a number of layers", "give a number of at least 1, auto or none"
         )
     layers: DropLayers = int(text) if is_number else "auto"
-    require_droppable(layers, goal, sensitivity)
+    require_droppable(layers, goal, scheme, sensitivity)
     if excluded is not None:
         raise UsageError(f"--drop-layers {text} excludes {excluded}", _HINTS[excluded])
     return layers
@@ -74,10 +79,10 @@ def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
 
 def predict(out: Output, search: PreparedSearch) -> SearchResult:
     """The plan as far as it can be known without trying it, for --dry-run."""
-    from neuzip.eval.plans.plan_search import find_plan
+    from neuzip.eval.plans.deliver import predicted_plan
 
-    result = find_plan(search.request, search.baseline, out.stage, trials=False)
-    if search.request.method != "weights":
+    result = predicted_plan(search.request, search.baseline, out.stage)
+    if search.request.method != "weights" and result.predicted_kld is not None:
         out.status(f"predicted mean KL divergence of the plan: {result.predicted_kld:.3g} nats per token")
     if any(scheme != "lossless" for scheme, _ in result.schemes):
         out.status("without --dry-run, compress measures plans and corrects them")

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from neuzip.compress import make_plan
+from neuzip.compress import Plan, make_plan
 from neuzip.compress.rules import LOSSLESS, Rule
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.eval.plans.candidates import GroupCandidates, schemes_of
+from neuzip.eval.plans.candidates import schemes_of
 from neuzip.eval.plans.target_values import CompressionTarget
-from neuzip.eval.plans.tensor_groups import find_groups, rules_of
+from neuzip.eval.plans.tensor_groups import find_groups, find_matrices, rules_of
 from neuzip.formats.checkpoint import config_files, index_files
 
 LOSS_RECORD = 96
@@ -35,8 +35,8 @@ class Reach:
 
     original  as they are
     lossless  predicted for lossless compression
-    least     predicted for rounding to 0 mantissa bits
-    matrices  number of tensors that may be rounded
+    least     predicted for rounding to 0 mantissa bits, or for codes that take nothing
+    matrices  number of tensors that may lose something
     """
 
     original: int
@@ -55,7 +55,7 @@ class Reach:
 
 
 def predict_reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs: int | None) -> Reach:
-    """Predict the sizes that a checkpoint can have, from samples. Raises NeuzipError."""
+    """Predict the sizes that a checkpoint can have by rounding, from samples. Raises NeuzipError."""
     with FolderSource(src) as source, Workers(jobs) as workers:
         groups = find_groups(source, workers, rules)
         coarsest = rules_of(groups, [schemes_of(group, block_size)[-1] for group in groups])
@@ -68,12 +68,23 @@ def predict_reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs
     return Reach(original, whole, whole - saved, sum(len(group.tensors) for group in groups))
 
 
-def out_of_reach(target: CompressionTarget, least: float, original: int) -> OutOfReach:
+def predict_quantized_reach(src: Path, rules: Sequence[Rule], jobs: int | None) -> Reach:
+    """Predict the sizes that a checkpoint can have by quantisation, from samples. Raises NeuzipError."""
+    with FolderSource(src) as source, Workers(jobs) as workers:
+        lossless = make_plan(source, rules, workers, predict=True)
+        names = {t.tensor.name for t in find_matrices(source, lossless)}
+        original = sum(path.stat().st_size for path in source.checkpoint.weight_paths())
+        whole = (lossless.predicted_bytes or 0) - _bytes_beside(source)
+    coded = sum(t.predicted or 0 for t in lossless.tensors if t.tensor.name in names)
+    return Reach(original, whole, whole - coded, len(names))
+
+
+def out_of_reach(target: CompressionTarget, least: float, original: int, hint: str = "") -> OutOfReach:
     """An error that states the least size in MB and percent, rounded up."""
     megabytes, percent = math.ceil(least / 1e4) / 100, math.ceil(1000 * least / original) / 10
     return OutOfReach(
         f"{target}: the weight files take about {megabytes:,.2f} MB ({percent:.1f} %) at least",
-        "give a larger size; `exclude` and `block_size` cost some; `drop_layers='auto'` saves some",
+        hint or "give a larger size; `exclude` and `block_size` cost some; `drop_layers='auto'` saves some",
     )
 
 
@@ -95,7 +106,7 @@ def _bytes_beside(source: FolderSource) -> int:
 
 @dataclass(frozen=True)
 class FixedBytes:
-    """Predicted bytes of the weight files without the tensors that may be rounded.
+    """Predicted bytes of the weight files without the tensors that lose something.
 
     of_tensors  the part of each tensor, by name
     """
@@ -107,18 +118,15 @@ class FixedBytes:
     def of(
         cls,
         source: FolderSource,
-        rules: Sequence[Rule],
-        candidates: Sequence[GroupCandidates],
-        workers: Workers,
+        plan: Plan,
+        lossy: Collection[str],
     ) -> FixedBytes:
-        """Predict them from samples of the tensors that are not among the candidates."""
-        plan = make_plan(source, rules, workers, predict=True)
+        """Take them from a plan with predictions, but for the tensors whose names are among the `lossy`."""
         beside = _bytes_beside(source)
-        candidate_names = {t.name for one in candidates for t in one.group.tensors}
         predicted = {t.tensor.name: t.predicted or 0 for t in plan.tensors}
-        inside = sum(predicted[name] for name in candidate_names)
-        records = dict.fromkeys(candidate_names, LOSS_RECORD)
-        total = (plan.predicted_bytes or 0) - beside - inside + LOSS_RECORD * len(candidate_names)
+        inside = sum(predicted[name] for name in lossy)
+        records = dict.fromkeys(lossy, LOSS_RECORD)
+        total = (plan.predicted_bytes or 0) - beside - inside + LOSS_RECORD * len(lossy)
         return cls(total, predicted | records)
 
     def without(self, names: Collection[str]) -> int:
