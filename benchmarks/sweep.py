@@ -34,10 +34,10 @@ from neuzip.eval.plans.calibration_text import COMPARED
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.plan_search import find_plan
 from neuzip.eval.plans.target_values import max_kld, target_size
-from neuzip.eval.sweep.measure import SweepSetting
 from neuzip.eval.sweep.picture import draw
 from neuzip.eval.sweep.rows import SweepRow
 from neuzip.eval.sweep.run import sweep
+from neuzip.eval.sweep.setting import SweepSetting
 from neuzip.eval.sweep.setup import parse_schemes
 
 
