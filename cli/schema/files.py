@@ -73,6 +73,15 @@ OBJECTS: Mapping[str, Keys] = {
         stored_bytes   : integer [bytes] - size of the tensors compressed, without headers
         bound_bytes    : integer or null [bytes] - sum of the bounds, if every tensor has one
     """),
+    "Rate": keys_of("""
+        bits_per_weight : number [bits] - 8 * stored_bytes / weights
+        stored_bytes    : integer [bytes] - size at this rate: of the weight files, or with --tensor of the
+        | tensors
+        ratio           : number or null - stored_bytes as a share of the original size
+        step            : number or null - step of the grid, divided by the root mean square of a tensor's
+        | weights; null if no step gives this size
+        relative_l2     : number or null - relative error of the quantised matrices in the L2 norm
+    """),
     "Histogram": keys_of("""
         dtype                 : string - dtype
         weights               : integer - floats of this dtype
@@ -197,6 +206,8 @@ COMMANDS: Mapping[str, Keys] = {
         bits_per_weight     : number or null [bits] - 8 * stored_weight_bytes / weights
         tensors             : list of InspectedTensor - each tensor
         totals              : InspectedTotals - sums over tensors
+        rates               : list of Rate - predictions of quantised forms of a plain checkpoint, from the
+        | weights alone; empty for a compressed checkpoint
         histograms          : list of Histogram - one for each dtype
         records             : object - what neuzip recorded in config.json
         plot                : string or null - picture that was written

@@ -80,7 +80,7 @@ def show_delta(out: Output, path: str | Path, globs: Sequence[str]) -> None:
             "bits_per_weight": 8 * on_disk / weights if every and weights else None, "tensors": tensors,
             "totals": {"tensors": len(tensors), "original_bytes": nbytes, "stored_bytes": stored,
                        "bound_bytes": None},
-            "histograms": [], "records": {}, "plot": None,
+            "rates": [], "histograms": [], "records": {}, "plot": None,
         },
         quiet=[stored],
     )  # fmt: skip

@@ -32,6 +32,7 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers, default_jobs
 from neuzip.errors import NeuzipError
+from neuzip.eval.measures.rates import RatePrediction, rates_of
 from neuzip.formats.records import Loss
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 
@@ -243,7 +244,8 @@ class Inspection:
 
     `weight_bytes` and `stored_weight_bytes` are the sizes of the weight files before and after compression,
     headers included. For a plain checkpoint, `stored_weight_bytes` is predicted. If only some tensors were
-    inspected, both are None.
+    inspected, both are None. `rates` are predictions of what a plain checkpoint, or the inspected tensors of
+    it, would take and lose if matrices were quantised; a compressed one has none.
     """
 
     compressed: bool
@@ -251,6 +253,7 @@ class Inspection:
     counts: tuple[Counts, ...]
     weight_bytes: int | None = None
     stored_weight_bytes: int | None = None
+    rates: tuple[RatePrediction, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -310,6 +313,7 @@ class Inspection:
                 "stored_bytes": self.stored_bytes,
                 "bound_bytes": self.bound_bytes,
             },
+            "rates": [rate.to_json(self.before_bytes) for rate in self.rates],
             "histograms": [
                 {
                     "dtype": c.fmt.name,
@@ -357,6 +361,9 @@ def inspect(
         storage, sizes = (
             _actual_storage(source) if source.is_compressed else _predicted_storage(source, workers)
         )
+        stored = {t: storage[t.file, t.name][0] for t in tensors}
+        total = sizes[1] if len(tensors) == len(storage) else sum(stored.values())
+        rates = () if source.is_compressed else rates_of(source, tensors, stored, total, workers)
         figures = []
         for tensor, label in zip(tensors, labels(tensors), strict=True):
             counts = _count(source, tensor, workers, on_bytes)
@@ -366,7 +373,7 @@ def inspect(
             figures.append(_figures(source, tensor, label, counts, *storage[tensor.file, tensor.name]))
     by_weight = sorted(totals.values(), key=lambda c: (-c.numel, c.fmt.name))
     whole = sizes if len(figures) == len(storage) else (None, None)
-    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight), *whole)
+    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight), *whole, rates)
 
 
 def labels(tensors: Iterable[SourceTensor]) -> list[str]:

@@ -1,0 +1,41 @@
+"""What a checkpoint would take and lose at some numbers of bits per weight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuzip.cli.output import Output
+from neuzip.cli.text import bytes_text, percent_text
+
+if TYPE_CHECKING:
+    from neuzip.eval.measures.histograms import Inspection
+
+COLUMNS = ["bits per weight", "size", "ratio", "step", "error of weights"]
+
+NOTES = (
+    "Predicted for matrices quantised on a uniform grid and entropy-coded; all else lossless.",
+    "Step: in units of sigma, the root mean square of a tensor's weights, for all tensors alike.",
+    "Error: relative, in the L2 norm, of the quantised matrices.",
+    "These follow from the weights alone. What a rate does to the model's predictions, a text must",
+    "tell: `neuzip sweep` measures the KL divergence, and `neuzip compress --max-kld` limits it.",
+)  # fmt: skip
+
+
+def show_rates(out: Output, inspection: Inspection) -> None:
+    """Show a table of rates, the lossless one first; nothing if there are none."""
+    if not inspection.rates:
+        return
+    before, lossless = inspection.before_bytes, inspection.after_bytes
+    bits = 8 * lossless / inspection.elements
+    rows = [[f"{bits:.2f}", bytes_text(lossless), percent_text(lossless, before), "lossless", "none"]]
+    for rate in inspection.rates:
+        reached = rate.step is not None and rate.relative_l2 is not None
+        rows.append([
+            f"{rate.bits_per_weight:.2f}", bytes_text(rate.nbytes), percent_text(rate.nbytes, before),
+            f"{rate.step:.3f}" if reached else "out of reach",
+            percent_text(rate.relative_l2, 1) if reached else "-",
+        ])  # fmt: skip
+    out.text()
+    out.table(COLUMNS, rows, right=COLUMNS)
+    for note in NOTES:
+        out.text(note)
