@@ -45,7 +45,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Show entropies, sizes and histograms of a checkpoint, and predict what fewer bits per weight would cost"""
+    """Show entropies, histograms, and sizes at several rates"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress.device import choose
     from neuzip.compress.sources.folder import FolderSource, weight_bytes

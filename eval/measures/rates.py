@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 from typing import Any
 
@@ -36,8 +36,11 @@ from neuzip.kernels.float_fields.values import to_float64
 RATES = (8.0, 6.0, 5.0, 4.0, 3.5, 3.0, 2.5)
 """Bits a weight that are predicted."""
 
-STEPS = tuple(2.0 ** (j / 2) for j in range(-14, 5))
-"""Steps at which size and error are computed, in units of sigma, rising; between them they are interpolated."""
+STEPS = tuple(2.0**power for power in (-7, -6.5, -6, -5.5, -5, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 2))
+"""Steps at which size and error are computed, in units of sigma, rising; between them they are interpolated.
+
+The size is about linear in the logarithm but at the ends, where codes are rare or have many values.
+"""
 
 MAX_CODE = (1 << 15) - 1
 """The largest code; the least is one below its negative."""
@@ -94,24 +97,20 @@ class RateCurve:
         )
 
     def at(self, nbytes: float) -> tuple[float, float] | None:
-        """Step and relative error at a size; None where no step reaches it."""
-        if nbytes < self.nbytes[-1] or nbytes > self.nbytes[0] or not self.squares:
+        """Step and relative error at a size: those of the finest step for more, None for less than any step."""
+        if not self.squares or nbytes < self.nbytes[-1]:
             return None
-        # The last step whose size is larger: where coding stops to pay, the curve is flat.
-        place = int(np.flatnonzero(self.nbytes >= nbytes)[-1])
-        if place == len(STEPS) - 1:
-            return STEPS[-1], self._error(STEPS[-1])
-        before, after = self.nbytes[place], self.nbytes[place + 1]
-        share = (before - nbytes) / (before - after) if before > after else 0.0
-        step = STEPS[place] * (STEPS[place + 1] / STEPS[place]) ** share
+        larger = np.flatnonzero(self.nbytes > nbytes)
+        if not larger.size:
+            return STEPS[0], self._error(STEPS[0])
+        place = int(larger[-1])
+        before, after = self.nbytes[place : place + 2]
+        step = STEPS[place] * (STEPS[place + 1] / STEPS[place]) ** ((before - nbytes) / (before - after))
         return step, self._error(step)
 
     def _error(self, step: float) -> float:
-        """The relative error at a step; between two steps logarithms are interpolated."""
-        errors = np.sqrt(self.squared_errors / self.squares)
-        if not errors.all():
-            return float(np.interp(math.log(step), np.log(STEPS), errors))
-        return float(np.exp(np.interp(math.log(step), np.log(STEPS), np.log(errors))))
+        """The relative error at a step, to which it is about proportional."""
+        return float(np.interp(step, STEPS, np.sqrt(self.squared_errors / self.squares)))
 
 
 def predict_rates(
@@ -174,13 +173,15 @@ class WeightSample:
         nbytes = np.full(len(STEPS), float(self.lossless_bytes))
         errors = np.zeros(len(STEPS))
         for place, relative in enumerate(STEPS if sigma else ()):
-            codes = np.rint(self.values / (relative * sigma))
-            if abs(codes).max() > MAX_CODE:
+            exact = np.rint(self.values / (relative * sigma))
+            if abs(exact).max() > MAX_CODE:
                 continue
-            coded = self._coded_bytes(codes.astype(np.int64))
+            codes = exact.astype(np.int64)
+            coded = self._coded_bytes(codes)
             if coded < self.lossless_bytes:
                 nbytes[place] = coded
-                difference = self.values - codes * (relative * sigma)
+                levels = rounded(np.arange(codes.min(), codes.max() + 1) * (relative * sigma), self.fmt)
+                difference = self.values - levels[codes - codes.min()]
                 errors[place] = scale * float((self.counts * difference * difference).sum())
         return RateCurve(nbytes, errors, scale * self.squares)
 
@@ -190,12 +191,29 @@ class WeightSample:
         if counts.size > 256:
             census = Census(None, counts, 0)
         else:
-            shares = np.zeros(256)
-            shares[: counts.size] = counts / counts.sum()
-            pairs = np.rint(np.outer(shares, shares) * PAIRS).astype(np.int64)
+            shares = counts / counts.sum()
+            pairs = np.zeros((256, 256), np.int64)
+            pairs[: counts.size, : counts.size] = np.rint(np.outer(shares, shares) * PAIRS)
             census = Census(pairs.reshape(-1), np.zeros(256, np.int64), 0)
         return expected_block_bytes(census, self.numel) + GRID_BYTES
 
+
+
+def rounded(numbers: npt.NDArray[np.float64], fmt: FloatFormat) -> npt.NDArray[np.float64]:
+    """Rising numbers, rounded to a format of up to 16 bits; as they are for a wider one."""
+    if fmt.bits > 16:
+        return numbers
+    known = _finite_values(fmt)
+    above = np.clip(np.searchsorted(known, numbers), 1, known.size - 1)
+    below = above - 1
+    return np.where(numbers - known[below] < known[above] - numbers, known[below], known[above])
+
+
+@cache
+def _finite_values(fmt: FloatFormat) -> npt.NDArray[np.float64]:
+    """The finite numbers of a format of up to 16 bits, rising."""
+    patterns = np.arange(1 << fmt.bits, dtype=fmt.dtype)
+    return np.unique(to_float64(patterns[~non_finite(patterns, fmt)], fmt))
 
 
 def rates_of(
