@@ -20,7 +20,7 @@ from neuzip.eval.measures.conventions import Tokenised
 from neuzip.eval.measures.head import TRIALS
 from neuzip.eval.measures.perplexity import evaluate, prepare
 from neuzip.eval.measures.texts import Document, Text
-from neuzip.eval.plans.sensitivity import CalibrationWindows
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.formats.card.evaluation import read_evaluation
 from neuzip.runtime.hf.bos import bos_in_front, rows_behind
 from neuzip.runtime.hf.load import load_model
