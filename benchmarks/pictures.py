@@ -216,9 +216,8 @@ def grid() -> str:
         bits = f"{-math.log2(shares[code]):.1f}" if shares[code] else ""
         parts.append(text(middle, round(bottom - high - 6, 2), bits, size=13, at="middle"))
         parts.append(text(middle, bottom + 18, f"{code}".replace("-", "−"), size=14, at="middle", bold=True))
-        parts.append(
-            text(middle, bottom + 36, f"{code * step:.3f}".replace("-", "−"), size=11, at="middle", color=MUTED)
-        )
+        value = f"{code * step:.3f}".replace("-", "−")
+        parts.append(text(middle, bottom + 36, value, size=11, at="middle", color=MUTED))
     fixed = math.ceil(math.log2(codes.max() - codes.min() + 1))
     parts += [
         text(left - 8, bottom + 18, "code", at="end", size=13, color=MUTED),

@@ -11,7 +11,7 @@ OBJECTS: Mapping[str, Keys] = {
         max_relative : number - largest |restored - original| / |original| of a non-zero weight
         rms_relative : number - root mean square of |restored - original| / |original|
         relative_l2  : number or null - |restored - original| / |original| of the whole tensor in the L2
-        | norm; ternary tensors only
+        | norm; ternary and quantized tensors only
     """),
     "CompressedTensor": keys_of("""
         file           : string - weight file
@@ -58,8 +58,18 @@ OBJECTS: Mapping[str, Keys] = {
         entropies          : Entropies or null - entropies; null for an empty tensor, a tensor without floats,
         | and in a delta
         used_mantissa_bits : integer or null - mantissa bits that are not zero everywhere
-        bound_bytes        : integer or null [bytes] - entropy bound of lossless coding with exponents coded
+        bound_bytes        : integer or null [bytes] - entropy bound: of lossless coding with exponents coded,
+        | or of the codes of a ternary or quantized tensor
+        codes              : Codes or null - codes of a quantized tensor
         base               : string or null - the tensor of the base that a delta needs
+    """),
+    "Codes": keys_of("""
+        code_bits      : integer [bits] - bits that hold every code
+        step           : number - step of the grid, without factors
+        row_factors    : boolean - whether each row has a factor
+        column_factors : boolean - whether each column has a factor
+        entropy        : number [bits per weight] - entropy of the codes
+        stored_bits    : number [bits per weight] - size in the file, with factors
     """),
     "Entropies": keys_of("""
         sign     : number [bits per weight] - entropy of the sign

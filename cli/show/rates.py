@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 COLUMNS = ["bits per weight", "size", "ratio", "step", "error of weights"]
 
 NOTES = (
-    "Predicted for matrices quantised on a uniform grid and entropy-coded; all else lossless.",
-    "Step: in units of sigma, the root mean square of a tensor's weights, for all tensors alike.",
+    "Predicted for matrices on a uniform grid, entropy-coded; all else is lossless.",
+    "Step: relative to sigma, the root mean square of a tensor's weights.",
     "Error: relative, in the L2 norm, of the quantised matrices.",
-    "These follow from the weights alone. What a rate does to the model's predictions, a text must",
-    "tell: `neuzip sweep` measures the KL divergence, and `neuzip compress --max-kld` limits it.",
-)  # fmt: skip
+    "Step and error follow from the weights alone, and the model's predictions do",
+    "not. `neuzip sweep` measures the KL divergence at many sizes on a text, and",
+    "`neuzip compress --max-kld` makes the smallest file within a divergence.",
+)
 
 
 def show_rates(out: Output, inspection: Inspection) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint would take and lose at some numbers of bits a weight, predicted from samples of its weights.
+"""What a checkpoint would take and lose at some numbers of bits a weight, predicted from a sample of it.
 
 Matrices are quantised on uniform grids, one step a tensor, and their codes entropy-coded. All steps are the
 same multiple of sigma, the root mean square of the tensor's weights: without a text no tensor is known to be
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.compress.schemes.coded_blocks import expected_block_bytes
 from neuzip.compress.schemes.codec import TensorInput
+from neuzip.compress.schemes.coded_blocks import expected_block_bytes
 from neuzip.compress.schemes.raw import without_coding
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
@@ -45,7 +45,7 @@ The size is about linear in the logarithm but at the ends, where codes are rare 
 MAX_CODE = (1 << 15) - 1
 """The largest code; the least is one below its negative."""
 
-GRID_BYTES = 64
+GRID_BYTES = 16
 """Bytes of the step of a tensor, padded."""
 
 PAIRS = 1 << 30
@@ -56,8 +56,8 @@ PAIRS = 1 << 30
 class RatePrediction:
     """A checkpoint at a number of bits a weight: its size in bytes, the step, and the error.
 
-    `step` is in units of sigma and `relative_l2` a share of the weights' norm. Both are None for sizes that no
-    step reaches, as the tensors that are not quantised take too much.
+    `step` is in units of sigma and `relative_l2` a share of the weights' norm. Both are None for sizes that
+    no step reaches, as the tensors that are not quantised take too much.
     """
 
     bits_per_weight: float
@@ -97,14 +97,14 @@ class RateCurve:
         )
 
     def at(self, nbytes: float) -> tuple[float, float] | None:
-        """Step and relative error at a size: those of the finest step for more, None for less than any step."""
+        """Step and relative error at a size, at most those of the finest step; None below the coarsest."""
         if not self.squares or nbytes < self.nbytes[-1]:
             return None
         larger = np.flatnonzero(self.nbytes > nbytes)
         if not larger.size:
             return STEPS[0], self._error(STEPS[0])
         place = int(larger[-1])
-        before, after = self.nbytes[place : place + 2]
+        before, after = map(float, self.nbytes[place : place + 2])
         step = STEPS[place] * (STEPS[place + 1] / STEPS[place]) ** ((before - nbytes) / (before - after))
         return step, self._error(step)
 
@@ -166,7 +166,7 @@ class WeightSample:
     def curve(self) -> RateCurve:
         """Size and error of the whole tensor at each of STEPS.
 
-        Where codes would take more than the lossless form, or do not fit into 16 bits, the tensor is lossless.
+        The tensor is lossless where codes would take more than that, or do not fit into 16 bits.
         """
         sampled = int(self.counts.sum())
         scale, sigma = self.numel / sampled, math.sqrt(self.squares / sampled)
@@ -198,7 +198,6 @@ class WeightSample:
         return expected_block_bytes(census, self.numel) + GRID_BYTES
 
 
-
 def rounded(numbers: npt.NDArray[np.float64], fmt: FloatFormat) -> npt.NDArray[np.float64]:
     """Rising numbers, rounded to a format of up to 16 bits; as they are for a wider one."""
     if fmt.bits > 16:
@@ -219,23 +218,26 @@ def _finite_values(fmt: FloatFormat) -> npt.NDArray[np.float64]:
 def rates_of(
     source: FolderSource,
     tensors: Sequence[SourceTensor],
-    stored: Mapping[SourceTensor, int],
+    stored: Mapping[tuple[str, str], int],
     whole_bytes: int,
     workers: Workers,
 ) -> tuple[RatePrediction, ...]:
     """Predict what some tensors of a plain checkpoint take and lose at each of RATES below the lossless size.
 
-    `stored` are the bytes that each takes without loss, `whole_bytes` what all of them take, headers included.
+    `stored` are the bytes that each takes without loss, by file and name, `whole_bytes` those of all, headers
+    included.
     """
     adapters = frozenset(adapter_files(source.checkpoint))
     matrices = [
         t for t in tensors
-        if len(t.info.shape) > 1 and stored[t] and t.file not in adapters and not without_coding(t.info)
+        if len(t.info.shape) > 1 and stored[t.file, t.name]
+        and t.file not in adapters and not without_coding(t.info)
     ]  # fmt: skip
 
     def sampled(tensor: SourceTensor) -> tuple[RateCurve | None, int]:
-        sample = WeightSample.of(TensorInput(tensor.info, source.reader(tensor)), stored[tensor])
-        return (None if sample is None else sample.curve()), stored[tensor]
+        lossless = stored[tensor.file, tensor.name]
+        sample = WeightSample.of(TensorInput(tensor.info, source.reader(tensor)), lossless)
+        return (None if sample is None else sample.curve()), lossless
 
     known = [(curve, size) for curve, size in workers.map(sampled, matrices) if curve is not None]
     if not known:
