@@ -98,7 +98,8 @@ class QuantizedCodec(Codec[QuantizedRecord]):
             raise Declined(f"{error.message}: kept lossless") from error
         streams = quantized.streams(tensor.parallel)
         nbytes = sum(stream.nbytes for stream in streams.values())
-        if not is_worthwhile(nbytes, min(tensor.info.nbytes, LOSSLESS_CODEC.predict_exact(tensor))):
+        exact = LOSSLESS_CODEC.predict_exact(tensor)
+        if nbytes >= exact or not is_worthwhile(nbytes, tensor.info.nbytes):
             raise Declined("takes no less as codes: kept lossless")
         is_lossy = quantized.restored != quantized.original
         record = QuantizedRecord(
