@@ -30,11 +30,10 @@ def show_rates(out: Output, inspection: Inspection) -> None:
     bits = 8 * lossless / inspection.elements
     rows = [[f"{bits:.2f}", bytes_text(lossless), percent_text(lossless, before), "lossless", "none"]]
     for rate in inspection.rates:
-        reached = rate.step is not None and rate.relative_l2 is not None
         rows.append([
             f"{rate.bits_per_weight:.2f}", bytes_text(rate.nbytes), percent_text(rate.nbytes, before),
-            f"{rate.step:.3f}" if reached else "out of reach",
-            percent_text(rate.relative_l2, 1) if reached else "-",
+            "out of reach" if rate.step is None else f"{rate.step:.3f}",
+            "-" if rate.relative_l2 is None else percent_text(rate.relative_l2, 1),
         ])  # fmt: skip
     out.text()
     out.table(COLUMNS, rows, right=COLUMNS)

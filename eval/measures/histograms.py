@@ -368,8 +368,8 @@ def inspect(
             codes = code_figures(source, tensor, workers)
             figures.append(_figures(source, tensor, label, counts, codes, *storage[tensor.file, tensor.name]))
     by_weight = sorted(totals.values(), key=lambda c: (-c.numel, c.fmt.name))
-    whole = sizes if len(figures) == len(storage) else (None, None)
-    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight), *whole, rates)
+    before, after = sizes if len(figures) == len(storage) else (None, None)
+    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight), before, after, rates)
 
 
 def labels(tensors: Iterable[SourceTensor]) -> list[str]:
