@@ -36,10 +36,13 @@ from neuzip.kernels.float_fields.values import to_float64
 RATES = (8.0, 6.0, 5.0, 4.0, 3.5, 3.0, 2.5)
 """Bits a weight that are predicted."""
 
-STEPS = tuple(2.0**power for power in (-7, -6.5, -6, -5.5, -5, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 2))
+POWERS = (-7, -6, -5.75, -5.5, -5.25, -5, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 2)
+
+STEPS = tuple(2.0**power for power in POWERS)
 """Steps at which size and error are computed, in units of sigma, rising; between them they are interpolated.
 
-The size is about linear in the logarithm but at the ends, where codes are rare or have many values.
+The size is about linear in the logarithm, but for the largest steps, and for those at which a table has no
+room for all codes.
 """
 
 MAX_CODE = (1 << 15) - 1
@@ -47,6 +50,9 @@ MAX_CODE = (1 << 15) - 1
 
 GRID_BYTES = 16
 """Bytes of the step of a tensor, padded."""
+
+RECORD_BYTES = 100
+"""Bytes of the record of a quantized tensor beyond those of a lossless one: code bits, checksum, loss."""
 
 PAIRS = 1 << 30
 """Pairs of codes that stand for a whole tensor when the table of an entropy coder is predicted."""
@@ -195,7 +201,7 @@ class WeightSample:
             pairs = np.zeros((256, 256), np.int64)
             pairs[: counts.size, : counts.size] = np.rint(np.outer(shares, shares) * PAIRS)
             census = Census(pairs.reshape(-1), np.zeros(256, np.int64), 0)
-        return expected_block_bytes(census, self.numel) + GRID_BYTES
+        return expected_block_bytes(census, self.numel) + GRID_BYTES + RECORD_BYTES
 
 
 def rounded(numbers: npt.NDArray[np.float64], fmt: FloatFormat) -> npt.NDArray[np.float64]:
