@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+GPU_WORKERS ?= $(shell echo $$((($$(nproc) + 1) / 2)))
 MINUTES ?= 10
 VLLM ?= 0.32.0
+INSTALLED = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # vLLM pins packages that the development tools need in other versions: it has an environment of its own.
 ENGINES := .venv-engines$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
@@ -26,7 +28,7 @@ LINKS := $(FRONT) \
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test test-engines test-sglang quick coverage api mutate fuzz lowest file-tool release lint format install links clean
+.PHONY: help demo test test-gpu test-engines test-sglang quick coverage api mutate fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,11 +38,19 @@ demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoin
 	@printf '\nTo go on, in this shell:\n  . $(BIN)/activate\n  neuzip compress eval/demo/checkpoint my-model.nz\n'
 
 # What Python and pytest compile is kept, whatever the shell says: all workers and commands would compile it again.
-test quick: export PYTHONDONTWRITEBYTECODE :=
+test test-gpu quick: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 	@echo "test: the whole suite but what needs the internet"
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network" $(ARGS)
+
+# For machines where neuzip and pytest are installed already, in .venv or not: it installs nothing. Without a GPU
+# pytest would skip every test, and call that a success.
+test-gpu: ## Run the tests that need a GPU, with what is installed (PYTHON=python3 where there is no .venv)
+	@$(INSTALLED) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "error: torch finds no GPU here; make test runs what needs none" >&2; exit 1; }
+	@echo "test-gpu: $(GPU_WORKERS) workers"
+	@$(INSTALLED) -m pytest -q -n $(GPU_WORKERS) --dist worksteal -m "gpu and not network" $(ARGS)
 
 quick: $(VENV)/.developed ## Run one case of each test that takes less than half a second
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal --one-case $(ARGS)

@@ -39,6 +39,7 @@ pytest.register_assert_rewrite("loopback_hub")
 
 import forked  # noqa: E402
 from json_schema import problems  # noqa: E402
+from worker_threads import usable_cores, worker_threads  # noqa: E402
 
 from neuzip.cli.document import SCHEMA  # noqa: E402
 from neuzip.cli.schema import COMMANDS  # noqa: E402
@@ -49,12 +50,16 @@ hypothesis.settings.load_profile("neuzip")
 
 # Without a CUDA device Triton's interpreter runs the kernels, on CPU tensors. It has to be told before
 # anything imports triton; torch alone does not. Models are small then, and each worker has one core: a second
-# thread costs more than it brings, here and in the processes that tests start.
+# thread costs more than it brings, here and in the processes that tests start. With a device the workers of
+# xdist share the cores: a thread per core in each of them would slow all of them down.
+if "OMP_NUM_THREADS" not in os.environ:
+    threads = worker_threads(os.environ, usable_cores(), has_gpu=torch.cuda.is_available())
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
 
     import interpreter
 

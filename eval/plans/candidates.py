@@ -18,6 +18,7 @@ from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.eval.measures.histograms import TOP_BITS, Counts
 from neuzip.eval.plans.tensor_groups import TensorGroup
+from neuzip.eval.quantize.checkpoint_parameters import read_bits
 from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
 from neuzip.kernels.float_fields.values import to_float64
 
@@ -114,11 +115,6 @@ def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
         block_size = None
     most = min(FINEST, max(fmt.mantissa_bits for fmt in formats) - 1)
     return [LOSSLESS, *(Scheme("truncated", k, block_size) for k in range(most, -1, -1))]
-
-
-def read_bits(source: FolderSource, tensor: SourceTensor) -> Bits:
-    """The bit patterns of a whole tensor of floats."""
-    return source.read(tensor).view(FORMATS[tensor.info.dtype].dtype)
 
 
 def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map = map) -> Bits:

@@ -33,7 +33,6 @@ from neuzip.eval.plans.plan_trials import Planner, SearchResult
 from neuzip.eval.plans.reach import FixedBytes, OutOfReach, predict_reach
 from neuzip.eval.plans.search import upper
 from neuzip.eval.plans.sensitivity import (
-    CalibrationWindows,
     Method,
     Sensitivity,
     fisher,
@@ -43,6 +42,7 @@ from neuzip.eval.plans.sensitivity import (
 )
 from neuzip.eval.plans.target_values import CompressionTarget, value_of
 from neuzip.eval.plans.tensor_groups import TensorGroup, find_groups
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.runtime.hf.load import load_model
 
 if TYPE_CHECKING:

@@ -22,11 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch.nn import functional
-
 from neuzip.compress.scheme import Scheme
 from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.head import HeadedModel, Predictions, divergence
 from neuzip.eval.plans.allocation import Option
@@ -35,19 +33,19 @@ from neuzip.eval.plans.candidates import (
     OnWork,
     SchemeChoice,
     ignore_progress,
-    read_bits,
     restore_rounded,
 )
-from neuzip.eval.plans.checkpoint_parameters import (
+from neuzip.eval.plans.tensor_groups import TensorGroup
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.eval.quantize.checkpoint_parameters import (
     PartsByTensor,
     find_parameters,
+    read_bits,
     require_some,
     values_for,
 )
-from neuzip.eval.plans.tensor_groups import TensorGroup
+from neuzip.eval.quantize.gradients import fisher_diagonal
 from neuzip.kernels.float_fields import Bits
-from neuzip.runtime.hf.bos import behind
-from neuzip.runtime.hf.decoder import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,9 +54,6 @@ Method = Literal["measured", "fisher", "weights"]
 
 MEASURED_BITS = 2
 """Largest number of mantissa bits of a scheme that is measured."""
-
-BATCH = 1024
-"""Tokens fed at a time, but at least one window."""
 
 
 @dataclass(frozen=True)
@@ -85,40 +80,6 @@ class Sensitivity:
         ]
 
 
-@dataclass(frozen=True, eq=False)
-class CalibrationWindows:
-    """Calibration text: `fed` int64 [windows, T], and the token after each of them, `targets`."""
-
-    fed: torch.Tensor
-    targets: torch.Tensor
-
-    @classmethod
-    def of(cls, ids: torch.Tensor, width: int, front: int | None = None) -> CalibrationWindows:
-        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out.
-
-        Windows begin with `front`, which is not of `ids`, if there is one.
-        """
-        if front is not None:
-            width = min(width, len(ids))
-            targets = ids[: len(ids) // width * width].view(-1, width)
-            return cls(behind(front, targets[:, :-1]), targets)
-        width = min(width, len(ids) - 1)
-        count = (len(ids) - 1) // width
-        used = count * width
-        return cls(ids[:used].view(count, width), ids[1 : used + 1].view(count, width))
-
-    @property
-    def tokens(self) -> int:
-        """Number of predicted tokens."""
-        return self.targets.numel()
-
-    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Some windows at a time, with their targets in one row."""
-        rows = max(1, BATCH // self.fed.shape[1])
-        for fed, targets in zip(torch.split(self.fed, rows), torch.split(self.targets, rows), strict=True):
-            yield fed, targets.flatten()
-
-
 def weights_only(candidates: Sequence[GroupCandidates]) -> Sensitivity:
     """Squared errors as shares of the squares, in place of divergences."""
     shares = [tuple(c.relative_error for c in one.choices) for one in candidates]
@@ -137,7 +98,7 @@ def measure(
     A scheme that makes the model give no finite divergence is left out. Raises NeuzipError if no tensor is
     found in the model.
     """
-    places = find_parameters(model.model, source, [one.group for one in candidates])
+    places = find_parameters(model.model, source, _tensors(candidates))
     require_some(places, source)
     base = [model.predictions(fed) for fed, _ in windows.batches()]
     divergences: list[tuple[float, ...] | None] = []
@@ -171,9 +132,9 @@ def fisher(
     on_tokens: OnWork = ignore_progress,
 ) -> Sensitivity:
     """The second-order estimate, from the Fisher information. Raises NeuzipError as `measure`."""
-    places = find_parameters(model, source, [one.group for one in candidates])
+    places = find_parameters(model, source, _tensors(candidates))
     require_some(places, source)
-    information = _fisher_diagonal(model, places, windows, on_tokens)
+    information = fisher_diagonal(model, {part.parameter for part in places.values()}, windows, on_tokens)
     divergences: list[tuple[float, ...] | None] = []
     for one in candidates:
         if any(t.name not in places for t in one.group.tensors):
@@ -193,43 +154,8 @@ def fisher(
     return _filled("fisher", candidates, divergences)
 
 
-def _fisher_diagonal(
-    model: PreTrainedModel, places: PartsByTensor, windows: CalibrationWindows, on_tokens: OnWork
-) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """The mean over tokens of squared gradients of log likelihoods of tokens drawn from the model, fp32.
-
-    A window's gradients are summed before they are squared: those of tokens that are drawn independently are
-    not correlated, so that the squares have the same mean.
-    """
-    parameters = {part.parameter for part in places.values()}
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in parameters}
-    had_gradient = {p: p.requires_grad for p in model.parameters()}
-
-    def add_squares(parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
-        sums[parameter] += parameter.grad.float().square_()
-        parameter.grad = None  # before that of the next layer is made
-
-    hooks = []
-    try:
-        for parameter in had_gradient:
-            parameter.requires_grad_(parameter in sums)
-        hooks = [p.register_post_accumulate_grad_hook(add_squares) for p in sums]  # type: ignore[no-untyped-call]
-        source = torch.Generator().manual_seed(0)  # on the CPU: the same tokens on every device
-        for fed in windows.fed:
-            logits = model(input_ids=fed[None].to(input_device(model)), use_cache=False).logits[0].float()
-            height = torch.rand(len(fed), 1, generator=source, dtype=torch.float64).to(logits.device)
-            with torch.no_grad():
-                chances = logits.softmax(-1, dtype=torch.float64).cumsum(-1)
-                drawn = torch.searchsorted(chances, height).clamp_(max=logits.shape[1] - 1)[:, 0]
-            functional.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
-            on_tokens(len(fed))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter, had in had_gradient.items():
-            parameter.requires_grad_(had)
-    return {p: total / windows.tokens for p, total in sums.items()}
+def _tensors(candidates: Sequence[GroupCandidates]) -> Iterator[SourceTensor]:
+    return (tensor for one in candidates for tensor in one.group.tensors)
 
 
 @contextmanager

@@ -32,12 +32,13 @@ from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.histograms import inspect, select
 from neuzip.eval.plans import plan_search, sensitivity
 from neuzip.eval.plans.candidates import GroupCandidates, predict_candidates
-from neuzip.eval.plans.checkpoint_parameters import find_parameters, values_for
 from neuzip.eval.plans.expert_groups import split_by_use
 from neuzip.eval.plans.plan_request import TargetRequest
-from neuzip.eval.plans.sensitivity import CalibrationWindows, Sensitivity
+from neuzip.eval.plans.sensitivity import Sensitivity
 from neuzip.eval.plans.target_values import target_size
 from neuzip.eval.plans.tensor_groups import find_groups
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.eval.quantize.checkpoint_parameters import find_parameters, values_for
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import load_model
 
@@ -238,7 +239,7 @@ def test_the_weights_of_every_matrix_are_found_in_the_model(layout: str, saved: 
     model = load_model(saved(layout), torch.float32)
     with FolderSource(saved(layout)) as source, Workers(1) as workers:
         groups = find_groups(source, workers, EVERYTHING)
-        parts = find_parameters(model, source, groups)
+        parts = find_parameters(model, source, (t for group in groups for t in group.tensors))
         tensors = [t for group in groups for t in group.tensors]
         for t in tensors:
             bits = source.read(t).view("<u2")

@@ -46,11 +46,11 @@ from neuzip.eval.plans import (
 )
 from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocate, pareto_front
 from neuzip.eval.plans.candidates import GroupCandidates, SchemeChoice
-from neuzip.eval.plans.checkpoint_parameters import ParameterPart
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.search import search_budget
-from neuzip.eval.plans.sensitivity import CalibrationWindows
 from neuzip.eval.plans.tensor_groups import TensorGroup
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.eval.quantize.gradients import fisher_diagonal
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -345,8 +345,7 @@ def test_fisher_of_one_linear_layer_is_what_arithmetic_says():
     model = LlamaForCausalLM(config)
     windows = CalibrationWindows.of(torch.randint(16, (4001,)), 1)  # windows of one token: nothing is summed
     weight = model.lm_head.weight
-    places = {"lm_head.weight": ParameterPart(weight)}
-    diagonal = sensitivity._fisher_diagonal(model, places, windows, lambda count: None)
+    diagonal = fisher_diagonal(model, [weight], windows, lambda count: None)
     with torch.no_grad():
         hidden = model.model(windows.fed).last_hidden_state[:, 0]
         p = (hidden @ weight.T).softmax(-1)

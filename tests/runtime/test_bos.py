@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from byte_tokenizer import BOS, byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from models import mixture
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralModel
 
 from neuzip.compress import Rule, Scheme, compress
 from neuzip.errors import UsageError
@@ -19,7 +20,7 @@ from neuzip.eval.measures.conventions import Tokenised
 from neuzip.eval.measures.head import TRIALS
 from neuzip.eval.measures.perplexity import evaluate, prepare
 from neuzip.eval.measures.texts import Document, Text
-from neuzip.eval.plans.sensitivity import CalibrationWindows
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.formats.card.evaluation import read_evaluation
 from neuzip.runtime.hf.bos import bos_in_front, rows_behind
 from neuzip.runtime.hf.load import load_model
@@ -57,6 +58,15 @@ def rounded(checkpoint: Path) -> Path:
     return checkpoint.parent / "rounded"
 
 
+@pytest.fixture(scope="module")
+def experts(checkpoint: Path) -> Path:
+    """A tiny mixture of experts, with such a tokenizer."""
+    folder = checkpoint.parent / "experts"
+    mixture("mixtral", hidden=64, inner=32, layers=1).save_pretrained(folder)
+    byte_tokenizer(adds_bos=True).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
@@ -66,18 +76,23 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What any Llama is fed, but for the trial of the head, which is of no text."""
+    """What any Llama or Mixtral is fed, but for the trial of the head, which is of no text."""
     trial = torch.randint(VOCABULARY, (1, len(TRIALS)), generator=torch.Generator().manual_seed(0))
     seen: list[torch.Tensor] = []
-    forward = LlamaModel.forward
 
-    def noted(self: LlamaModel, input_ids: torch.Tensor | None = None, **options: Any) -> Any:
-        assert input_ids is not None
-        if not torch.equal(input_ids, trial):
-            seen.append(input_ids)
-        return forward(self, input_ids=input_ids, **options)
+    def observe(body: type[LlamaModel | MixtralModel]) -> None:
+        forward = body.forward
 
-    monkeypatch.setattr(LlamaModel, "forward", noted)
+        def observed(self: Any, input_ids: torch.Tensor | None = None, **options: Any) -> Any:
+            assert input_ids is not None
+            if not torch.equal(input_ids, trial):
+                seen.append(input_ids)
+            return forward(self, input_ids=input_ids, **options)
+
+        monkeypatch.setattr(body, "forward", observed)
+
+    observe(LlamaModel)
+    observe(MixtralModel)
     return seen
 
 
@@ -93,6 +108,8 @@ COMMANDS = {
     "drop-layers": "compress {model} {out} --max-kld 3 --text {text} --drop-layers 1",
     "sweep": "sweep {model} --text {text} --schemes k2",
     "layers": "layers {model} --text {text} --drop 1",
+    "experts": "experts {experts} --text {text}",
+    "experts of a target": "compress {experts} {out} --target-size 60% --text {text} --sensitivity fisher",
     "patch-attention": "patch-attention {model} {out} --text {text} --mode 8bit --max-tokens 31",
     "ternarize": "ternarize {model} {out} --text {text} --max-tokens 512 --allow-destructive",
     "recover": "recover {model} --text {text} --eval-text {text} --steps 1 --batch 2 --noise 1 -o {out}",
@@ -102,8 +119,9 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_every_window_that_a_command_reads_begins_with_bos(
-    command: str, checkpoint: Path, rounded: Path, text_file: Path, tmp_path: Path, neuzip: Speak, fed: Any
-):
+    command: str, checkpoint: Path, rounded: Path, experts: Path, text_file: Path, tmp_path: Path,
+    neuzip: Speak, fed: Any,
+):  # fmt: skip
     toml = tmp_path / "run.toml"
     toml.write_text(
         f'model = "{checkpoint}"\ntext = ["{text_file}"]\noutput = "{tmp_path / "out"}"\n'
@@ -112,6 +130,7 @@ def test_every_window_that_a_command_reads_begins_with_bos(
     named = {
         "model": checkpoint,
         "rounded": rounded,
+        "experts": experts,
         "text": text_file,
         "out": tmp_path / "out",
         "toml": toml,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,7 @@ from neuzip.compress.expert_names import expert_name
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import NeuzipError
-from neuzip.eval.plans.candidates import read_bits
-from neuzip.eval.plans.tensor_groups import TensorGroup
-from neuzip.kernels.float_fields import Bits
+from neuzip.kernels.float_fields import FORMATS, Bits
 from neuzip.runtime.dtypes import TORCH_DTYPES, shaped
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ PartsByTensor = Mapping[str, ParameterPart]
 
 
 def find_parameters(
-    model: PreTrainedModel, source: FolderSource, groups: Sequence[TensorGroup]
+    model: PreTrainedModel, source: FolderSource, tensors: Iterable[SourceTensor]
 ) -> dict[str, ParameterPart]:
     """The parameters, or parts of merged ones, whose values are those of a tensor, by the tensor's name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -72,7 +70,7 @@ def find_parameters(
         endings[_ending(name)].append(name)
         layers[_layer(name)].append(parameter)
     places = {}
-    for tensor in (t for group in groups for t in group.tensors):
+    for tensor in tensors:
         names = [tensor.name, prefix + tensor.name, tensor.name.removeprefix(prefix)]
         alike = endings[_ending(tensor.name)]  # models of several parts have stored them under other names
         names += alike if len(alike) == 1 else ()
@@ -124,6 +122,11 @@ def _ending(name: str) -> str:
     return ".".join(words[max(0, last - 1) :])
 
 
+def read_bits(source: FolderSource, tensor: SourceTensor) -> Bits:
+    """The bit patterns of a whole tensor of floats."""
+    return source.read(tensor).view(FORMATS[tensor.info.dtype].dtype)
+
+
 def values_for(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Tensor:
     """Bit patterns as a tensor of the dtype and on the device of another."""
     data = torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8))
@@ -132,6 +135,7 @@ def values_for(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Te
 
 
 def require_some(places: PartsByTensor, source: FolderSource) -> None:
+    """Raise NeuzipError if no tensor has a place in the model."""
     if not places:
         raise NeuzipError(
             f"{source.checkpoint.path}: none of its matrices is a parameter of the model as it is stored",

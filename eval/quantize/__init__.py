@@ -1,0 +1,1 @@
+"""Calibrated quantisation: steps, error feedback and integer codes of a model's matrices."""

@@ -1,0 +1,47 @@
+"""Windows of calibration text, and the tokens that follow in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from neuzip.runtime.hf.bos import behind
+
+BATCH = 1024
+"""Tokens fed at a time, but at least one window."""
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationWindows:
+    """Calibration text: `fed` int64 [windows, T], and the token after each of them, `targets`."""
+
+    fed: torch.Tensor
+    targets: torch.Tensor
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, width: int, front: int | None = None) -> CalibrationWindows:
+        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out.
+
+        Windows begin with `front`, which is not of `ids`, if there is one.
+        """
+        if front is not None:
+            width = min(width, len(ids))
+            targets = ids[: len(ids) // width * width].view(-1, width)
+            return cls(behind(front, targets[:, :-1]), targets)
+        width = min(width, len(ids) - 1)
+        count = (len(ids) - 1) // width
+        used = count * width
+        return cls(ids[:used].view(count, width), ids[1 : used + 1].view(count, width))
+
+    @property
+    def tokens(self) -> int:
+        """Number of predicted tokens."""
+        return self.targets.numel()
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Some windows at a time, with their targets in one row."""
+        rows = max(1, BATCH // self.fed.shape[1])
+        for fed, targets in zip(torch.split(self.fed, rows), torch.split(self.targets, rows), strict=True):
+            yield fed, targets.flatten()
