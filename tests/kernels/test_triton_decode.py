@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuzip.compress.schemes import lossless, truncated
+from neuzip.compress.schemes import coded_blocks, lossless, truncated
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
 from neuzip.kernels.rans import coded
@@ -605,7 +605,7 @@ def test_streams_of_a_container_fit() -> None:
     bits = weights(fmt, 2000)
     kept, streams = lossless.encode(lambda a, b: bits[a:b], bits.size, fmt)
     raw = {n: np.concatenate([p.view(np.uint8) for p in s.parts]) for n, s in streams.items()}
-    table = lossless.parse_table(raw["table"].view("<u2"), fmt)
+    table = coded_blocks.parse_table(raw["table"].view("<u2"), fmt)
     planes, at = {}, 0
     for width in plane_widths(1 + kept):
         end = at + lossless.padded(plane_bytes(width, bits.size))
