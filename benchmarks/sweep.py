@@ -34,8 +34,11 @@ from neuzip.eval.plans.deliver import MAX_TOKENS
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.plan_search import find_plan
 from neuzip.eval.plans.target_values import max_kld, target_size
-from neuzip.eval.sweep import SweepRow, SweepSetting, draw, sweep
-from neuzip.eval.sweep_setup import parse_schemes
+from neuzip.eval.sweep.measure import SweepSetting
+from neuzip.eval.sweep.picture import draw
+from neuzip.eval.sweep.rows import SweepRow
+from neuzip.eval.sweep.run import sweep
+from neuzip.eval.sweep.setup import parse_schemes
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ from neuzip.kernels.rans.coded import (
 )
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS, SCALE
 from neuzip.kernels.rans.triton import stream as triton_stream
-from neuzip.kernels.rans.triton.decode_kernel import begin_blocks
+from neuzip.kernels.rans.triton.ring import to_shared
+from neuzip.kernels.rans.triton.states import begin_blocks
 from neuzip.kernels.tuning import launch_for
 
 _LANES, _RUN, _RUNS, _SLOTS = (tl.constexpr(v) for v in (LANES, RUN, RUNS, SCALE))
@@ -107,7 +108,7 @@ def _multiply_blocks(
     at = run - row * runs_of_row
     target = sums.to(tl.int64) + (row.to(tl.int64) * 2 + (at > 0).to(tl.int64)) * 4
     vector = x.to(tl.int64) + lane * (2 * _RUN)
-    shared = triton_stream.to_shared(tables, L, COMPILED)
+    shared = to_shared(tables, triton_stream.WARP_BYTES, L, COMPILED)
     lowest = tl.load(exponents).to(tl.uint32, bitcast=True)
     highest = tl.load(exponents + 255).to(tl.uint32, bitcast=True)
     if highest - lowest == (15 << M) * 0x10001:  # a palette of 16 exponents in a row
