@@ -44,7 +44,9 @@ def sample(
     rng = np.random.default_rng(1)
     where = rng.integers(0, codes.size, min(codes.size // 50, 3))
     far = codes.copy()
-    far[where] = rng.choice([-100, 100, 90, -77], where.size) if deviation < 3 else [-900, 899, 500][: where.size]
+    far[where] = (
+        rng.choice([-100, 100, 90, -77], where.size) if deviation < 3 else [-900, 899, 500][: where.size]
+    )
     table = table_of(codes + (1 << (bits_of(far) - 1)), bits_of(far))
     grid = grid_of(shape, 0.0173, rows, columns, DEVICE)
     return code_grid(far.reshape(shape), grid, dtype, DEVICE, table)
