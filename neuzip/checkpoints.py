@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from neuzip.compress.export import ExportReport
     from neuzip.eval.measures.difference import CheckpointDifference
     from neuzip.eval.measures.histograms import Inspection
-    from neuzip.eval.plans.deliver import TargetResult
     from neuzip.eval.plans.plan_request import DropLayers
+    from neuzip.eval.plans.target_result import TargetResult
     from neuzip.eval.plans.target_values import RequestedTarget
 
 

@@ -31,7 +31,7 @@ EXAMPLES = [
     "neuzip compress my-model small --bits 4.25",
     "neuzip compress my-model close --max-kld 0.01",
     "neuzip compress my-model fits --target-size 6GiB --text held-out.txt",
-    "neuzip compress my-model shallow --max-kld 1 --scheme rounded --drop-layers 2",
+    "neuzip compress my-model thin --max-kld 1 --scheme rounded --drop-layers 2",
     "neuzip compress my-model fast --attention auto --text held-out.txt",
     "neuzip compress my-bitnet small --ternary",
     "neuzip compress my-model-tuned tuned.delta --base my-model",
@@ -217,8 +217,8 @@ CalibrationOption = Annotated[
 SchemeOption = Annotated[
     TargetScheme,
     typer.Option(
-        help="How to store weights. quantized: entropy-coded integers. rounded: fewer mantissa bits, chosen for"
-        " each tensor; larger at the same quality"
+        help="How to store weights. quantized: entropy-coded integers. rounded: fewer mantissa bits, chosen"
+        " for each tensor; larger at the same quality"
     ),
 ]
 MaxKldOption = Annotated[

@@ -13,10 +13,10 @@ from neuzip.cli.show.target import show_result
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
-    from neuzip.eval.plans.deliver import TargetResult
     from neuzip.eval.plans.plan_request import DropLayers
     from neuzip.eval.plans.plan_trials import SearchResult
     from neuzip.eval.plans.target_request import PreparedSearch
+    from neuzip.eval.plans.target_result import TargetResult
     from neuzip.eval.plans.target_values import RequestedTarget
 
 _HINTS = {
@@ -91,8 +91,9 @@ def predict(out: Output, search: PreparedSearch) -> SearchResult:
 
 def reach(out: Output, search: PreparedSearch, *, verify: bool, overwrite: bool) -> TargetResult:
     """Find the plan, compress and measure; show the target next to the result."""
-    from neuzip.eval.plans.deliver import compress_to_target, key_of
+    from neuzip.eval.plans.deliver import compress_to_target
     from neuzip.eval.plans.plan_file import is_search_of
+    from neuzip.eval.plans.target_result import key_of
 
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, baseline = search.request, search.text, search.baseline

@@ -14,9 +14,9 @@ from neuzip.cli.text import bytes_text, count_text, percent_text
 if TYPE_CHECKING:
     from neuzip.eval.layers.drops import Drop
     from neuzip.eval.measures.estimates import Estimate
-    from neuzip.eval.plans.deliver import TargetResult
     from neuzip.eval.plans.plan_trials import ExpertsOfUse, SearchResult, Trial
     from neuzip.eval.plans.target_request import PreparedSearch
+    from neuzip.eval.plans.target_result import TargetResult
     from neuzip.eval.plans.target_values import CompressionTarget
 
 METHODS = {

@@ -217,7 +217,7 @@ class QuantizedPlanner:
 
     def _out_of_reach(self, least: float) -> OutOfReach:
         original = weight_bytes(self._request.src)
-        return out_of_reach(self._request.target, least, original, "give a larger size; `exclude` costs some")
+        return out_of_reach(self._request.target, least, original, quantized=True)
 
     def _written(self, step: float) -> _Tried:
         """Compress with the codes of a step in a folder beside DST, which counts their bytes."""

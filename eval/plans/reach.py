@@ -33,16 +33,18 @@ class OutOfReach(NeuzipError):
 class Reach:
     """Bytes of the weight files of a checkpoint.
 
-    original  as they are
-    lossless  predicted for lossless compression
-    least     predicted for rounding to 0 mantissa bits, or for codes that take nothing
-    matrices  number of tensors that may lose something
+    original   as they are
+    lossless   predicted for lossless compression
+    least      predicted for rounding to 0 mantissa bits, or for codes that take nothing
+    matrices   number of tensors that may lose something
+    quantized  whether they lose it by quantisation
     """
 
     original: int
     lossless: int
     least: int
     matrices: int
+    quantized: bool = False
 
     def is_lossless(self, target: CompressionTarget) -> bool:
         """Whether lossless compression reaches the size, even if predictions are off by UNCERTAIN."""
@@ -51,7 +53,7 @@ class Reach:
     def require(self, target: CompressionTarget) -> None:
         """Raise OutOfReach if no plan reaches the size, even if predictions are off by UNCERTAIN."""
         if target.limit < self.least * (1 - UNCERTAIN):
-            raise out_of_reach(target, self.least, self.original)
+            raise out_of_reach(target, self.least, self.original, quantized=self.quantized)
 
 
 def predict_reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs: int | None) -> Reach:
@@ -76,15 +78,19 @@ def predict_quantized_reach(src: Path, rules: Sequence[Rule], jobs: int | None) 
         original = sum(path.stat().st_size for path in source.checkpoint.weight_paths())
         whole = (lossless.predicted_bytes or 0) - _bytes_beside(source)
     coded = sum(t.predicted or 0 for t in lossless.tensors if t.tensor.name in names)
-    return Reach(original, whole, whole - coded, len(names))
+    return Reach(original, whole, whole - coded, len(names), quantized=True)
 
 
-def out_of_reach(target: CompressionTarget, least: float, original: int, hint: str = "") -> OutOfReach:
+def out_of_reach(
+    target: CompressionTarget, least: float, original: int, *, quantized: bool = False
+) -> OutOfReach:
     """An error that states the least size in MB and percent, rounded up."""
     megabytes, percent = math.ceil(least / 1e4) / 100, math.ceil(1000 * least / original) / 10
+    more = "give more bits" if target.kind == "bits" else "give a larger size"
+    why = "`exclude` and `block_size` cost some; `drop_layers='auto'` saves some"
     return OutOfReach(
         f"{target}: the weight files take about {megabytes:,.2f} MB ({percent:.1f} %) at least",
-        hint or "give a larger size; `exclude` and `block_size` cost some; `drop_layers='auto'` saves some",
+        f"{more}; {'`exclude` costs some' if quantized else why}",
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from neuzip.compress.rules import choose
-from neuzip.compress.rules_file import read_plan, read_plan_file
+from neuzip.compress.rules_file import PlanFile, read_plan, read_plan_file
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
@@ -30,9 +30,9 @@ from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.plans import deliver, plan_file, plan_search, target_values
 from neuzip.eval.plans.allocation import Allocation
-from neuzip.eval.plans.deliver import TargetResult
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.search import search_budget
+from neuzip.eval.plans.target_result import TargetResult
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -218,7 +218,7 @@ def test_an_interrupted_run_takes_its_plan_and_its_layers_again(
 
 def test_its_plan_is_not_taken_for_one_of_the_whole_model(dropped: TargetResult):
     assert dropped.search is not None
-    assert read_plan(dropped.plan) == (list(dropped.search.rules), (IDLE,))
+    assert read_plan(dropped.plan) == PlanFile(dropped.search.rules, (IDLE,))
     with pytest.raises(NeuzipError, match=f"without its layers {IDLE}: what is left has other numbers"):
         read_plan_file(dropped.plan)
 

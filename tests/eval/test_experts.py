@@ -393,7 +393,7 @@ def test_what_is_no_json_is_told_with_what_writes_such_files(tmp_path: Path):
 
 
 def test_another_use_is_another_search(tmp_path: Path, saved: Callable[[str], Path]):
-    from neuzip.eval.plans.deliver import key_of
+    from neuzip.eval.plans.target_result import key_of
 
     target = target_size("50%", 1000)
     requests = [

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.compress import CompressionReport, Rule, Scheme, compress, verify
 from neuzip.compress.rules import LOSSLESS, RAW, choose
-from neuzip.compress.rules_file import plan_bytes, read_plan_file
+from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan_file
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import DiskFull, NeuzipError, UsageError, WouldOverwrite
@@ -48,6 +48,7 @@ from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocat
 from neuzip.eval.plans.candidates import GroupCandidates, SchemeChoice
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.search import search_budget
+from neuzip.eval.plans.target_result import key_of
 from neuzip.eval.plans.tensor_groups import TensorGroup
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.gradients import fisher_diagonal
@@ -411,7 +412,7 @@ def test_a_plan_file_gives_the_rules_back(tmp_path: Path):
         Rule("*", LOSSLESS),
     ]
     path = tmp_path / "made.plan.toml"
-    path.write_bytes(plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
+    path.write_bytes(plan_bytes(PlanFile(tuple(rules)), ["neuzip compress\na b", "search 00"]))
     assert read_plan_file(path) == rules
     assert path.read_text().startswith("# neuzip compress a b\n# search 00\n")
 
@@ -513,10 +514,11 @@ def test_samples_predict_what_sizes_there_can_be(tmp_path: Path):
 
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(
-    ("size", "code", "words"),
+    ("size", "scheme", "code", "words"),
     [
-        ("20%", 1, "take about 0.66 MB (24.9 %) at least"),
-        ("6GiB", 0, "lossless compression fits"),
+        ("20%", "rounded", 1, "take about 0.66 MB (24.9 %) at least"),
+        ("100B", "quantized", 1, "take about 0.05 MB (1.7 %) at least"),
+        ("6GiB", "quantized", 0, "lossless compression fits"),
     ],
 )
 def test_sizes_out_of_question_load_no_model(
@@ -524,13 +526,15 @@ def test_sizes_out_of_question_load_no_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     size: str,
+    scheme: str,
     code: int,
     words: str,
     dry_run: bool,
 ):
     monkeypatch.setattr("neuzip.eval.measures.comparison.BaselineComparison", None)
     monkeypatch.setattr(plan_search, "predict_candidates", None)
-    said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--target-size", size, *["--dry-run"] * dry_run)
+    options = ("--target-size", size, "--scheme", scheme, *["--dry-run"] * dry_run)
+    said = neuzip("compress", CHECKPOINT, tmp_path / "a", *options)
     assert said.exit_code == code, said.stderr
     assert words in said.stderr
     assert "sensitivity" not in said.stderr and "tries plans" not in said.stderr
@@ -592,7 +596,7 @@ def test_a_plan_that_breaks_the_model_does_not_hold(baseline, tmp_path: Path, mo
 def test_a_search_depends_on_its_text(baseline, tmp_path: Path):
     request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
     texts = [None, *(Text("text", (Document("", content),)) for content in ("one", "two"))]
-    assert len({deliver.key_of(request, text, baseline) for text in texts}) == 3
+    assert len({key_of(request, text, baseline) for text in texts}) == 3
 
 
 def test_an_interrupted_run_takes_its_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -701,8 +705,8 @@ def test_a_plan_that_was_edited_and_misses_its_target_is_told(
     [
         ("find_plan", [], False),
         ("find_plan", ["--dry-run"], False),
-        ("_compress", [], True),
-        ("_compress", ["--overwrite"], False),
+        ("compressed", [], True),
+        ("compressed", ["--overwrite"], False),
     ],
 )
 def test_an_interrupted_search_says_what_is_kept(
@@ -722,10 +726,10 @@ def test_an_interrupted_search_says_what_is_kept(
     assert said.exit_code == 130
     assert "error: interrupted\n" in said.stderr
     assert ("repeat the command to resume" in said.stderr) is is_kept
-    assert (tmp_path / "a.plan.toml").exists() is (broken_off == "_compress")
+    assert (tmp_path / "a.plan.toml").exists() is (broken_off == "compressed")
 
 
-@pytest.mark.parametrize(("broken_off", "is_kept"), [("find_plan", False), ("_compress", True)])
+@pytest.mark.parametrize(("broken_off", "is_kept"), [("find_plan", False), ("compressed", True)])
 def test_a_full_disk_in_a_search_says_what_is_kept(
     neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_off: str, is_kept: bool
 ):
@@ -761,7 +765,8 @@ def test_command_measures_the_result_on_the_text(neuzip: Speak, tmp_path: Path):
     delivered = float(lines["perplexity"].split()[2])
     assert 0 < delivered <= 2
     assert f" tokens of {text}, in " in said.stdout and "a.plan.toml: " in said.stdout
-    assert "fisher" in said.stderr
+    assert f" tokens of the rest of {text}\n" in said.stderr
+    assert "the first half measures, the second half calibrates; --calibration takes" in said.stderr
 
 
 def test_dry_run_writes_nothing(neuzip: Speak, tmp_path: Path):
