@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from functools import cached_property
@@ -58,7 +59,8 @@ class Measurer:
         try:
             return (self._compressed if scheme.yardstick is None else self._restored)(scheme, dst, depends_on)
         finally:
-            remove(dst)
+            if os.path.lexists(dst):
+                remove(dst)
 
     def _compressed(self, scheme: SweepScheme, dst: Path, depends_on: dict[str, Any]) -> SweepRow:
         setting, baseline = self._setting, self._baseline

@@ -21,7 +21,10 @@ from neuzip.runtime.hf.load import load_model
 from .setting import SweepSetting
 
 CLOSE = 0.005
-"""Share of a size by which a result may differ from it."""
+"""Share of a size by which a result may differ from it before the prediction is corrected."""
+
+NEAR = 0.05
+"""Share of a size by which a corrected result may be above it."""
 
 
 class TooFewBits(NeuzipError):
@@ -64,20 +67,25 @@ class SweepQuantizer:
         TooFewBits.
         """
         limit = bits * self.weights / 8
+        self._require(self._expected(self.quantizer.largest_step), limit)
         report = self._compress(limit, dst, stage)
         excess = report.stored_weight_bytes - limit
         if abs(excess) > CLOSE * limit:
             remove(dst)
             report = self._compress(limit - excess, dst, stage)
+            self._require(report.stored_weight_bytes, limit * (1 + NEAR))
         return report
 
+    def _require(self, nbytes: float, limit: float) -> None:
+        """Raise TooFewBits if the smallest weight files are larger than the limit."""
+        if nbytes > limit:
+            bits = 8 * nbytes / self.weights
+            raise TooFewBits(f"quantised weights take at least {bits:.2f} bits per weight here")
+
     def _compress(self, limit: float, dst: Path, stage: Stage) -> CompressionReport:
-        """Compress with the finest step whose predicted bytes are within a limit."""
-        setting, largest = self.setting, self.quantizer.largest_step
-        if self._expected(largest) > limit:
-            least = 8 * self._expected(largest) / self.weights
-            raise TooFewBits(f"quantised weights take at least {least:.2f} bits per weight here")
-        codes = self.quantizer.at(step_within(limit, self._expected, largest))
+        """Compress with the finest step whose predicted bytes are within a limit, or with the coarsest."""
+        setting = self.setting
+        codes = self.quantizer.at(step_within(limit, self._expected, self.quantizer.largest_step))
         rules = self.matrices.rules(self.matrices.grids(codes), rules_of_options(None, "none"))
         with stage(f"{dst.name}: compress", weight_bytes(setting.src), "bytes") as advance:
             return compress(

@@ -308,7 +308,7 @@ def test_quantized_rows_have_the_bits_that_are_wanted_and_calibrate_once(tmp_pat
     whole = with_calibration(setting(), "demo", "auto")
     assert whole.calibration is not None and whole.max_tokens == TOKENS
     calibrated = replace(whole, calibration=replace(whole.calibration, ids=whole.calibration.ids[:1025]))
-    asked = parse_schemes("k1,bits5,bits1", "")
+    asked = parse_schemes("k1,bits5,bits0.1", "")
     found = sweep(calibrated, asked, tmp_path, note)
     assert sum("gradients" in label for label in begun) == 1
     by_label = {row.scheme: row for row in found.rows}
@@ -317,10 +317,10 @@ def test_quantized_rows_have_the_bits_that_are_wanted_and_calibrate_once(tmp_pat
     assert quantized.bits_per_weight <= rounded.bits_per_weight
     assert quantized.comparison.kld.mean.value < rounded.comparison.kld.mean.value
     (failure,) = found.failed
-    assert failure.scheme == "bits1" and "at least" in failure.reason
+    assert failure.scheme == "bits0.1" and "at least" in failure.reason
     nearest = with_calibration(setting(), "demo", "none")
     assert nearest.calibration is None
-    with pytest.raises(WouldOverwrite, match=r"bits1\.failed: was measured with another calibration"):
+    with pytest.raises(WouldOverwrite, match=r"bits0\.1\.failed: was measured with another calibration"):
         sweep(nearest, asked, tmp_path, stage)
 
 
