@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -553,50 +551,3 @@ def test_what_cannot_be_swept_is_told(neuzip: Speak, tmp_path: Path, source: str
     assert said.exit_code == 1
     assert said.stderr.startswith("error: ") and "hint: " in said.stderr
     assert not list(tmp_path.glob("out/*"))
-
-
-# The plain formats that sweeps are judged beside
-
-
-@pytest.fixture(scope="module")
-def formats(root: Path) -> Any:
-    """benchmarks/group_formats.py as a module."""
-    folder = str(root / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("group_formats")
-    finally:
-        sys.path.remove(folder)
-
-
-def test_a_plain_format_rounds_to_the_nearest_of_its_codes(formats: Any):
-    weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
-    for format in formats.FORMATS:
-        width = format.group or 128
-        groups, left = (w.reshape(-1, width) for w in (weight, format.rounded(weight)))
-        span = groups.amax(1) - groups.amin(1) if format.offset else 2 * groups.abs().amax(1)
-        step = span / (2**format.bits - (1 if format.offset else 2))
-        assert ((left - groups).abs().amax(1) <= step * 0.5 + span * 2**-10).all()  # scales are fp16
-        assert all(group.unique().numel() <= 2**format.bits for group in left)
-        numbers = (2 if format.offset else 1) * 16 / width
-        assert format.bits_of(weight) == (format.bits + numbers) * weight.numel()
-
-
-def test_a_plain_format_leaves_zeros_and_constants(formats: Any):
-    for format in formats.FORMATS:
-        assert torch.equal(format.rounded(torch.zeros(2, 64)), torch.zeros(2, 64))
-        assert torch.allclose(format.rounded(torch.full((2, 64), 0.5)), torch.full((2, 64), 0.5), rtol=1e-3)
-    with pytest.raises(ValueError, match="130 weights are not cut into groups of 64"):
-        formats.FORMATS[-1].rounded(torch.zeros(2, 65))
-
-
-def test_plain_formats_round_matrices_and_leave_the_rest(formats: Any):
-    def made() -> Any:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.LayerNorm(8))
-
-    model, other = made(), made()
-    bits, weights = formats.round_all(model, other, formats.FORMATS[0])
-    assert (bits, weights) == (8.5 * 64 * 8 + 16 * 24, 64 * 8 + 24)
-    assert torch.equal(other[0].weight, formats.FORMATS[0].rounded(model[0].weight))
-    assert not torch.equal(other[0].weight, model[0].weight) and torch.equal(other[0].bias, model[0].bias)
