@@ -118,12 +118,13 @@ COMMANDS = {
     "sweep": "sweep {model} --text {text} --schemes k2",
     "layers": "layers {model} --text {text} --drop 1",
     "experts": "experts {experts} --text {text}",
-    "experts of a target": "compress {experts} {out} --bits 9.6 --text {text} --scheme rounded --sensitivity fisher",
+    "experts of a target":
+        "compress {experts} {out} --bits 9.6 --text {text} --scheme rounded --sensitivity fisher",
     "patch-attention": "patch-attention {model} {out} --text {text} --mode 8bit --max-tokens 31",
     "ternarize": "ternarize {model} {out} --text {text} --max-tokens 512 --allow-destructive",
     "recover": "recover {model} --text {text} --eval-text {text} --steps 1 --batch 2 --noise 1 -o {out}",
     "train": "train {toml}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
