@@ -45,7 +45,7 @@ from record import Environment, Measurement, save, spread
 
 import neuzip
 from neuzip.compress import compress
-from neuzip.compress.schemes import lossless
+from neuzip.compress.schemes import coded_blocks, lossless
 from neuzip.compress.schemes.truncated import Rounding
 from neuzip.compress.workers import Workers
 from neuzip.kernels.float_fields import FORMATS, FloatFormat, plane_bytes, plane_widths
@@ -421,7 +421,7 @@ def word_count(tensor: CodedTensor) -> int:
 
 def size(tensor: CodedTensor) -> tuple[int, int]:
     """Bytes of a tensor's streams in a container, and of its exponents': table, index and words."""
-    table = lossless.TABLE_HEAD + tensor.table.palette.size + tensor.table.frequencies.size
+    table = coded_blocks.TABLE_HEAD + tensor.table.palette.size + tensor.table.frequencies.size
     parts = sum(lossless.padded(2 * n) for n in (table, tensor.index.numel(), word_count(tensor)))
     planes = sum(
         lossless.padded(plane_bytes(width, tensor.numel)) for width in plane_widths(1 + tensor.kept_bits)

@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, UsageError
 
 from .bitnet import online_config
 from .container_job import ContainerJob
@@ -24,6 +24,7 @@ from .encode_tensor import TensorEncoder
 from .entry_checks import refuse_other, require_config, require_plain
 from .overwrite_guard import refuse_existing
 from .plan import make_plan
+from .prepared import PreparedCodes
 from .progress import OnBytes, ignore
 from .rank_job import SHARED_FILES, OnFile, RankJob
 from .ranks import ALONE, Ranks
@@ -57,6 +58,7 @@ def compress(
     activations: str | None = None,
     on_file: OnFile | None = None,
     base: DeltaBase | None = None,
+    prepared: PreparedCodes | None = None,
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
@@ -68,20 +70,26 @@ def compress(
     `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is the mode
     that config.json says for ternary weights (runtime/activations.py). `on_file` is told of each container
     that gets its final name; it needs one process. With a `base` what is stored is a delta: of every tensor
-    the lesser of its difference from the base's and of what it takes alone. Raises NeuzipError.
+    the lesser of its difference from the base's and of what it takes alone. `prepared` has codes of tensors
+    that rules quantize; it needs one process, and no `base`. Raises NeuzipError.
     """
     assert on_file is None or ranks.world == 1
+    if prepared is not None:
+        _require_one_process(ranks, base)
     began = time.monotonic()
     dst = Path(dst)
     with FolderSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
         require_plain(source, dst)
         require_config(source, activations)
         base_sizes = base.sizes() if base is not None else None
-        identity = run_identity(rules, source.checkpoint, source.file_bytes, activations, base_sizes)
+        identity = run_identity(
+            rules, source.checkpoint, source.file_bytes, activations, base_sizes,
+            None if prepared is None else prepared.identity,
+        )  # fmt: skip
         ranks.on_first(lambda: refuse_other(source, dst, overwrite, identity))
         plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
         _require_shared_source(source, identity, ranks)
-        encoder = TensorEncoder(source, device, base, online_config(source))
+        encoder = TensorEncoder(source, device, base, online_config(source), prepared)
         container = ContainerJob(source, encoder, workers, device, base, verify, ranks.counting(on_bytes))
         job = RankJob(container, plan, ranks, on_file)
         if source.checkpoint.is_file:
@@ -93,6 +101,17 @@ def compress(
                 source, plan, dst, outcome, device.name, time.monotonic() - began, is_delta=base is not None
             )
         )
+
+
+def _require_one_process(ranks: Ranks, base: DeltaBase | None) -> None:
+    """Raise UsageError for prepared codes where several processes share the work, or a delta is made."""
+    if ranks.world > 1:
+        raise UsageError(
+            f"prepared codes are in the memory of one process, and there are {ranks.world}",
+            "run it without torchrun",
+        )
+    if base is not None:
+        raise UsageError("`base` excludes prepared codes: a delta is always exact", "leave one of them out")
 
 
 def _require_shared_source(source: TensorSource, identity: bytes, ranks: Ranks) -> None:

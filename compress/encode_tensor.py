@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from neuzip.formats.records import QuantizedRecord
+
 from .delta_base import DeltaBase
 from .device import CPU, Device
 from .pieces import PIECE, Map, NotWorthwhile
 from .plan import PlannedTensor
+from .prepared import PreparedCodes
 from .schemes import CODECS, Codec, EncodedTensor, codec_for
 from .schemes.codec import Declined, TensorInput
 from .schemes.delta import Difference, difference
@@ -35,7 +38,8 @@ class TensorEncoder:
     """Codes tensors of `source`, as differences from a `base` if there is one. For several threads.
 
     `online` is the quantization_config of a checkpoint that transformers makes ternary in every forward
-    pass, if it is one. The bytes are the same on any `device`.
+    pass, if it is one. `prepared` has codes for tensors that rules quantize, if there are any. The bytes are
+    the same on any `device`.
     """
 
     def __init__(
@@ -44,11 +48,13 @@ class TensorEncoder:
         device: Device = CPU,
         base: DeltaBase | None = None,
         online: Mapping[str, Any] | None = None,
+        prepared: PreparedCodes | None = None,
     ) -> None:
         self._source = source
         self._device = device
         self._base = base
         self._online = online
+        self._prepared = prepared
 
     def encode(self, planned: PlannedTensor, parallel: Map = map) -> EncodedTensor:
         """Record and streams of a tensor that is no alias: the smallest of its candidates.
@@ -102,7 +108,10 @@ class TensorEncoder:
             data = reader(0, info.nbytes)
             reader = lambda start, stop: data[start:stop]  # noqa: E731
         gpu, note = self._gpu_for(planned.tensor)
-        return TensorInput(info, reader, parallel, gpu, self._online), note
+        prepared = None
+        if self._prepared is not None and codec_for(planned.scheme).record is QuantizedRecord:
+            prepared = self._prepared.codes_of(info.name)
+        return TensorInput(info, reader, parallel, gpu, self._online, prepared), note
 
     def _gpu_for(self, tensor: SourceTensor) -> tuple[Gpu | None, str]:
         gpu = self._device.gpu_for(tensor.info.numel)

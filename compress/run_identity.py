@@ -24,11 +24,12 @@ def run_identity(
     file_bytes: Callable[[str], int],
     activations: str | None = None,
     base_sizes: Mapping[str, int] | None = None,
+    prepared: str | None = None,
 ) -> bytes:
     """The identity of a run: its rules and options, and the sizes of the files that they were used on.
 
     `file_bytes` gives the size of a file of `checkpoint`, the source. `base_sizes` are those of the restored
-    weight files of the base, if a delta is made.
+    weight files of the base, if a delta is made. `prepared` is the identity of codes that were prepared.
     """
     document: dict[str, object] = {
         "version": VERSION,
@@ -37,6 +38,7 @@ def run_identity(
     }
     document |= {} if activations is None else {"activations": activations}
     document |= {} if base_sizes is None else {"against": dict(base_sizes)}
+    document |= {} if prepared is None else {"prepared": prepared}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 

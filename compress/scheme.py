@@ -28,12 +28,14 @@ KINDS: dict[str, SchemeKind] = {}
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a tensor is stored: `kind` is "raw", "lossless", "truncated" to `mantissa_bits`, or "ternary".
+    """How a tensor is stored, by `kind`: "raw", "lossless", "truncated", "ternary" or "quantized".
 
-    `block_size` is the number of weights that share a per-block scale, or None. The other fields are for
-    "ternary". `quantizer` is "absmean", "absmean-clamped" or "least-squares". `group` is the number of
-    weights of a row that share a scale: "row" for the whole row, None for the whole tensor. `packing` is
-    "trits" or "2bit", `scale_dtype` "F32" or "F16".
+    `mantissa_bits` and `block_size` are for "truncated"; `block_size` is the number of weights that share a
+    per-block scale, or None. `step` is for "quantized": the distance between neighbouring values.
+    `row_factors` and `column_factors` multiply it by a factor for each row and for each column. The other
+    fields are for "ternary". `quantizer` is "absmean", "absmean-clamped" or "least-squares". `group` is the
+    number of weights of a row that share a scale: "row" for the whole row, None for the whole tensor.
+    `packing` is "trits" or "2bit", `scale_dtype` "F32" or "F16".
 
     Raises UsageError for values that do not exist or do not fit the kind.
 
@@ -48,6 +50,9 @@ class Scheme:
     group: int | str | None = None
     packing: str = "trits"
     scale_dtype: str = "F32"
+    step: float | None = None
+    row_factors: bool = False
+    column_factors: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in tuple(KINDS):
@@ -61,7 +66,8 @@ class Scheme:
     def to_json(self) -> dict[str, Any]:
         """The keys and values of the scheme in a plan file."""
         values = {key: getattr(self, key) for key in KINDS[self.kind].keys}
-        return {"scheme": self.kind} | {key: value for key, value in values.items() if value is not None}
+        present = {key: value for key, value in values.items() if value is not None and value is not False}
+        return {"scheme": self.kind} | present
 
 
 def scheme_of(kind: Any, values: Mapping[str, Any]) -> Scheme:

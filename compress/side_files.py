@@ -179,7 +179,8 @@ class SideFiles:
         return stored
 
     def _manifest(self, stored: dict[str, StoredFile]) -> bytes:
-        return stored_files_to_json(stored, self.base_name)
+        features = {r.feature for of_file in self.records.values() for r in of_file.values()}
+        return stored_files_to_json(stored, self.base_name, features)
 
     def _moved(self, dst: Path) -> set[str]:
         """The files that stand below neuzip/original in a result that was on the Hub: that is no damage."""

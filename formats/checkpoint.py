@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from neuzip.formats.config_section import with_entry
 from neuzip.formats.hub.ids import did_you_mean
 from neuzip.formats.safetensors_file import MAX_HEADER, parse_json
 
-from .manifest import DELTA, VERSION, check_requirements
-from .records import Record, is_checksum, is_safe_path
+from .manifest import VERSION, check_requirements
+from .records import DELTA, QUANTIZED, Record, is_checksum, is_safe_path
 
 OWN_FOLDER = "neuzip"
 MANIFEST_PATH = f"{OWN_FOLDER}/manifest.json"
@@ -360,15 +360,28 @@ class StoredFile:
         return f"{ORIGINAL_FOLDER}/{path}" if self.is_rewritten else path
 
 
-def stored_files_to_json(files: dict[str, StoredFile], base: str | None = None) -> bytes:
-    """The folder's manifest; of a delta if it has a `base`, which is what people call that checkpoint."""
+def stored_files_to_json(
+    files: dict[str, StoredFile], base: str | None = None, features: Collection[str | None] = ()
+) -> bytes:
+    """The folder's manifest; of a delta if it has a `base`, which is what people call that checkpoint.
+
+    `features` are what the records of its containers require of a reader. Only some of them concern folders.
+    """
     entries: dict[str, dict[str, object]] = {}
     for path, file in sorted(files.items()):
         entries[path] = {"kind": file.kind}
         if not file.is_container:
             entries[path] |= {"bytes": file.nbytes, "checksum": file.checksum}
-    delta = {} if base is None else {"requires": [DELTA], "base": {"name": base}}
-    return to_json({"version": VERSION, **delta, "files": entries}, MANIFEST_PATH)
+    required = [*([] if base is None else [DELTA]), *([QUANTIZED] if QUANTIZED in features else [])]
+    requires = {"requires": required} if required else {}
+    delta = {} if base is None else {"base": {"name": base}}
+    return to_json({"version": VERSION, **requires, **delta, "files": entries}, MANIFEST_PATH)
+
+
+def required_features(checkpoint: Checkpoint) -> list[str]:
+    """What the manifest of a compressed folder requires of its reader. Raises FormatError."""
+    path = checkpoint.root / MANIFEST_PATH
+    return check_requirements(_folder_manifest(path, delta=True), path, delta=True)
 
 
 def base_name(checkpoint: Checkpoint) -> str | None:
@@ -376,9 +389,9 @@ def base_name(checkpoint: Checkpoint) -> str | None:
     if not checkpoint.is_compressed_folder:
         return None
     path = checkpoint.root / MANIFEST_PATH
-    document = _folder_manifest(path, delta=True)
-    if DELTA not in (document.get("requires") or []):
+    if DELTA not in required_features(checkpoint):
         return None
+    document = _folder_manifest(path, delta=True)
     base = document.get("base")
     name = base.get("name") if isinstance(base, dict) else None
     if not isinstance(name, str):

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuzip.errors import FormatError
-from neuzip.formats.records import Record, is_checksum, parse_record
+from neuzip.formats.records import DELTA, QUANTIZED, Record, is_checksum, parse_record
 from neuzip.formats.safetensors_file import parse_json
 
 VERSION = 1
-DELTA = "delta"
-"""The feature that a manifest requires of its reader where another checkpoint is needed to restore it."""
-
 POOL = "pool"
 """The feature that a manifest requires of its reader where small tensors have no records."""
 
-KNOWN_REQUIREMENTS = frozenset({DELTA, POOL})
+KNOWN_REQUIREMENTS = frozenset({DELTA, POOL, QUANTIZED})
 """Features that a manifest may require of its reader."""
 
 
@@ -43,7 +40,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The manifest's JSON: keys in a fixed order, no white space."""
-        requires = [*([DELTA] if self.needs_base else []), *([POOL] if self.has_pool else [])]
+        features = {record.feature for record in self.tensors.values()}
+        features |= {DELTA if self.requires_base else None, POOL if self.has_pool else None}
+        requires = [name for name in (DELTA, POOL, QUANTIZED) if name in features]
         document = {
             "version": VERSION,
             **({"requires": requires} if requires else {}),
@@ -68,7 +67,6 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str], *, delta: bool = F
             hint="update neuzip to read it",
         )  # fmt: skip
     requires = check_requirements(document, file, delta=delta)
-    is_delta = DELTA in requires
     header = document.get("header")
     if not isinstance(header, str) or not is_checksum(header):
         raise FormatError(file, f"{header!r} is not a checksum", field="header")
@@ -76,11 +74,12 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str], *, delta: bool = F
     if not isinstance(tensors, dict):
         raise FormatError(file, "not an object", field="tensors")
     records = {name: parse_record(name, entry, file) for name, entry in tensors.items()}
-    manifest = Manifest(header, records, POOL in requires, is_delta)
+    manifest = Manifest(header, records, POOL in requires, DELTA in requires)
     for name, record in manifest.tensors.items():
-        if record.needs_base and not is_delta:
+        feature = record.feature
+        if feature is not None and feature not in requires:
             raise FormatError(
-                file, f"the manifest does not require {DELTA!r}, as the scheme {record.scheme!r} does",
+                file, f"the manifest does not require {feature!r}, as the scheme {record.scheme!r} does",
                 tensor=name, field="requires",
             )  # fmt: skip
     return manifest

@@ -7,6 +7,7 @@ further type known, so that manifests may hold it.
     LosslessRecord   exponents through rANS, sign and mantissa as they are
     TruncatedRecord  fewer mantissa bits, coded in the same way
     TernaryRecord    codes of -1, 0 and 1, and scales
+    QuantizedRecord  whole numbers times a step, coded as exponents are
     AliasRecord      the bytes of another tensor of the checkpoint
     BaseRecord       the bytes of a tensor of another checkpoint, the base of a delta
     DeltaRecord      the difference from a tensor of the base
@@ -31,6 +32,12 @@ SCALE_DTYPES = ("F32", "F16")
 QUANTIZERS = ("absmean", "absmean-clamped", "least-squares", "exact")
 """What ternary weights may come from. "exact": their values were ternary already."""
 
+DELTA = "delta"
+"""The feature that a manifest requires of its reader where another checkpoint is needed to restore it."""
+
+QUANTIZED = "quantized"
+"""The feature that a manifest requires of its reader where weights are whole numbers times a step."""
+
 CODED_FLOATS = {"table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8"}
 """The streams of floats whose exponents are coded, and their dtypes."""
 
@@ -50,6 +57,7 @@ def one_of(choices: Sequence[str]) -> Meta:
 FieldBits = Annotated[int, Meta(ge=0, le=63)]
 DigitCount = Annotated[int, Meta(ge=1, le=4)]
 GroupSize = Annotated[int, Meta(ge=1)]
+CodeBits = Annotated[int, Meta(ge=2, le=16)]
 Figure = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 _HEX = re.compile(r"[0-9a-f]{16}\Z")
@@ -61,7 +69,7 @@ class Loss:
 
     `max_relative` is the largest |restored - original| / |original|, `rms_relative` its root mean square.
     `relative_l2` is |restored - original| / |original| of the whole tensor in the Euclidean norm, which only
-    ternary tensors have.
+    ternary and quantized tensors have.
     """
 
     max_relative: Figure
@@ -84,6 +92,8 @@ class Record(Struct, frozen=True):
     STREAMS: ClassVar[Mapping[str, str]] = {}
     needs_base: ClassVar[bool] = False
     """Whether another checkpoint, the base, has a part of what the tensor restores to."""
+    feature: ClassVar[str | None] = None
+    """What a manifest with such a record requires of its reader, who may not know it; None for nothing."""
 
     checksum: Checksum
 
@@ -158,6 +168,18 @@ class Record(Struct, frozen=True):
             if value is not None:
                 entry[key] = value.to_json() if isinstance(value, Loss) else value
         return entry
+
+
+def _missing_loss(record: Record) -> str | None:
+    """The name of the loss of a tensor that lost something, where the record has none."""
+    return "loss" if record.original is not None and record.loss is None else None
+
+
+def _without_idle_loss(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of a record, less the loss of a tensor that lost nothing."""
+    if fields.get("original") is not None:
+        return fields
+    return {key: value for key, value in fields.items() if key != "loss"}
 
 
 class RawRecord(Record, frozen=True):
@@ -250,15 +272,54 @@ class TernaryRecord(Record, frozen=True, kw_only=True):
 
     def invalid_field(self) -> str | None:
         """The loss, where it is missing although something was lost."""
-        return "loss" if self.original is not None and self.loss is None else None
+        return _missing_loss(self)
 
     @classmethod
     def readable(cls, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keys of a record's JSON object that are read: no loss of a tensor that lost nothing."""
-        fields = super().readable(entry)
-        if entry.get("original") is not None:
-            return fields
-        return {key: value for key, value in fields.items() if key != "loss"}
+        return _without_idle_loss(super().readable(entry))
+
+
+class QuantizedRecord(Record, frozen=True, kw_only=True):
+    """Weights that are whole numbers of `code_bits` bits times a step, and factors of rows and columns.
+
+    Without `original` the weights had this form already, and nothing is lost.
+    """
+
+    scheme = "quantized"
+    STREAMS = {"table": "U16", "index": "U16", "words": "U16", "grid": "U8"}
+    feature = QUANTIZED
+
+    code_bits: CodeBits
+    row_factors: bool | None = None
+    column_factors: bool | None = None
+    streams: dict[str, Checksum]
+    original: Checksum | None = None
+    loss: Loss | None = None
+
+    @property
+    def text(self) -> str:
+        """The scheme in a few words."""
+        factors = "".join(
+            f", {name} factors"
+            for name, is_there in (("row", self.row_factors), ("column", self.column_factors))
+            if is_there
+        )
+        return f"quantized {self.code_bits}-bit codes{factors}" + (", lossless" if self.lossless else "")
+
+    @property
+    def card_text(self) -> str:
+        """The scheme in the words of a model card."""
+        return f"quantized, entropy-coded integers of up to {self.code_bits} bits"
+
+    def invalid_field(self) -> str | None:
+        """The loss, where it is missing although something was lost."""
+        return _missing_loss(self)
+
+    @classmethod
+    def readable(cls, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The keys of a record's JSON object that are read: no loss of a tensor that lost nothing."""
+        return _without_idle_loss(super().readable(entry))
 
 
 class AliasRecord(Record, frozen=True, kw_only=True):
@@ -294,6 +355,7 @@ class OfBaseRecord(Record, frozen=True, kw_only=True):
     """A tensor that is restored with the tensor `of` of a base, which was in `file` of a folder."""
 
     needs_base = True
+    feature = DELTA
 
     of: str
     file: str | None = None
@@ -363,7 +425,8 @@ def register(record: type[Record]) -> None:
 
 
 for _type in (
-    RawRecord, LosslessRecord, TruncatedRecord, TernaryRecord, AliasRecord, BaseRecord, DeltaRecord,
+    RawRecord, LosslessRecord, TruncatedRecord, TernaryRecord, QuantizedRecord, AliasRecord, BaseRecord,
+    DeltaRecord,
 ):  # fmt: skip
     register(_type)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,14 +17,11 @@ from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.runtime.requirements import require_device
 
-if TYPE_CHECKING:
-    pass
-
 PACKAGES = ("torch", "transformers")
 
 EXAMPLES = [
     "neuzip sweep my-model --text wiki.test.raw -o sweep",
-    "neuzip sweep my-model --text demo --schemes lossless,k3,k1,k0b64 --blocks ''",
+    "neuzip sweep my-model --text demo --schemes k3 --yardsticks q4_0,nf4",
     "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 -o sweep",
 ]
 
@@ -46,6 +44,10 @@ SchemesOption = Annotated[
 BlocksOption = Annotated[
     str | None,
     typer.Option(metavar="N,M", help="Block sizes to try with every k scheme (default: 512); '' for none"),
+]
+YardsticksOption = Annotated[
+    str,
+    typer.Option(metavar="A,B", help="Published formats to compare with: all, none, or such as q4_0,nf4,fp8"),
 ]
 OutputOption = Annotated[
     Path | None,
@@ -71,6 +73,7 @@ def command(
     text: TextOption,
     schemes: SchemesOption = "lossless,k7,k6,k5,k4,k3,k2,k1,k0",
     blocks: BlocksOption = None,
+    yardsticks: YardsticksOption = "all",
     output: OutputOption = None,
     window: options.WindowOption = None,
     max_tokens: MaxTokensOption = None,
@@ -90,15 +93,16 @@ def command(
     from neuzip.compress.device import choose
     from neuzip.compress.sources.folder import weight_bytes
     from neuzip.eval.measures.texts import read_text
-    from neuzip.eval.sweep_setup import parse_schemes, work_folder
+    from neuzip.eval.sweep.setup import parse_schemes, work_folder
 
-    wanted, document = parse_schemes(schemes, blocks), read_text(text)
+    wanted, document = parse_schemes(schemes, blocks, yardsticks), read_text(text)
     if output is not None:
         with work_folder(output):
             pass  # a folder that cannot be used is told before anything is read
     path = resolved_model(out, src)
     import_large()
-    from neuzip.eval.sweep import SweepSetting, sweep
+    from neuzip.eval.sweep.measure import SweepSetting
+    from neuzip.eval.sweep.run import sweep
 
     setting = SweepSetting(
         path, document, window, max_tokens, device, dtype, residency,
@@ -120,6 +124,7 @@ def command(
             "front": result.front,
             "resumed": result.resumed,
             "rows": [row.to_json() for row in result.rows],
+            "savings": [{**asdict(one), "saved": one.saved} for one in result.savings],
             "failed": [{"scheme": one.scheme, "reason": one.reason} for one in result.failed],
             "output": output,
         },

@@ -167,7 +167,8 @@ OBJECTS: Mapping[str, Keys] = {
         max_relative : number or null - largest relative error
     """),
     "SweepPoint": keys_of("""
-        scheme          : string - the scheme
+        scheme          : string - the scheme or yardstick
+        kind            : string - lossless, rounded or yardstick
         bits_per_weight : number [bits] - bits per weight
         nbytes          : integer [bytes] - size of the weight files
         kld             : Estimate [nats per token] - mean KL divergence

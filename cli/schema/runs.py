@@ -36,8 +36,9 @@ OBJECTS: Mapping[str, Keys] = {
     """),
     "SweepRow": keys_of("""
         schema                  : integer - version of the row, which the files of --output have too
-        scheme                  : string - the scheme
-        bytes                   : integer [bytes] - weight files after
+        scheme                  : string - the scheme or yardstick
+        kind                    : string - lossless, rounded or yardstick
+        bytes                   : integer [bytes] - weight files after; computed for a yardstick
         original_bytes          : integer [bytes] - weight files before
         ratio                   : number - bytes / original_bytes
         weights                 : integer - elements of all tensors
@@ -57,12 +58,22 @@ OBJECTS: Mapping[str, Keys] = {
         k                       : integer - the k of top_k
         identical               : boolean - whether all losses are the same to the last bit
         dtype                   : string - dtype it computed in
-        memory_bytes            : integer [bytes] - memory of the weights
+        memory_bytes            : integer or null [bytes] - memory of the weights; null for a yardstick
         peak_bytes              : integer or null [bytes] - peak memory
-        load_seconds            : number [s] - time to load
-        decode_bytes_per_second : number [bytes/s] - speed of decompression
-        tokens_per_second       : number [tokens/s] - tokens fed
+        load_seconds            : number or null [s] - time to load; null for a yardstick
+        decode_bytes_per_second : number or null [bytes/s] - speed of decompression; null for a yardstick
+        tokens_per_second       : number or null [tokens/s] - tokens fed; null for a yardstick
         depends_on              : object - settings that must be equal before you compare rows
+    """),
+    "SweepSaving": keys_of("""
+        yardstick      : string - the yardstick
+        bits           : number [bits] - its bits per weight
+        kld            : number [nats per token] - its mean KL divergence
+        quantized_bits : number or null [bits] - bits per weight of quantised weights with this KL divergence;
+        | interpolated between two rows, null outside of them
+        quantized_kld  : number or null [nats per token] - KL divergence of quantised weights with these bits;
+        | interpolated likewise
+        saved          : number or null - 1 - quantized_bits / bits
     """),
     "SweepFailure": keys_of("""
         scheme : string - the scheme
@@ -207,7 +218,8 @@ COMMANDS: Mapping[str, Keys] = {
         device     : string - where the model ran
         front      : list of string - schemes that no other beats in both size and KL divergence
         resumed    : integer - schemes that an earlier run had measured
-        rows       : list of SweepRow - each scheme
+        rows       : list of SweepRow - each scheme and yardstick
+        savings    : list of SweepSaving - quantised weights compared with each yardstick
         failed     : list of SweepFailure - schemes whose model is not finite
         output     : string or null - folder of results
     """),

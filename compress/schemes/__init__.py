@@ -4,7 +4,7 @@
 """
 
 # Each registers itself; messages name the schemes in this order.
-from . import raw, lossless, truncated, ternary, alias, delta  # isort: skip  # noqa: F401
+from . import raw, lossless, truncated, ternary, quantized, alias, delta  # isort: skip  # noqa: F401
 from .codec import CODECS, Codec, EncodedTensor, codec_for, codec_of, describe, register
 
 __all__ = ["CODECS", "Codec", "EncodedTensor", "codec_for", "codec_of", "describe", "register"]

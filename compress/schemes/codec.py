@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     import torch
 
     from neuzip.compress.gpu import Gpu
+    from neuzip.compress.prepared import Codes
     from neuzip.compress.workers import Workers
+    from neuzip.kernels.grid import Grid
 
 SAMPLED_BLOCKS = 12
 """Blocks of a tensor that a prediction looks at."""
@@ -72,7 +74,7 @@ class TensorInput:
     """A tensor to be coded: what it is, how its bytes are read, and who computes.
 
     `online` is the quantization_config of a checkpoint that transformers makes ternary in every forward
-    pass, or None.
+    pass, or None. `prepared` are codes and their grid for the scheme "quantized"; None rounds to nearest.
     """
 
     info: TensorInfo
@@ -80,6 +82,7 @@ class TensorInput:
     parallel: Map = map
     gpu: Gpu | None = None
     online: Mapping[str, Any] | None = None
+    prepared: tuple[Codes, Grid] | None = None
 
     @property
     def numel(self) -> int:

@@ -37,6 +37,7 @@ from neuzip.kernels.delta import Digits, lengths, put_digit, restore, subtract
 from neuzip.kernels.float_fields import Bits, FloatFormat, plane_bytes, unpack_fields
 from neuzip.kernels.rans.numbers import HEADER_WORDS
 
+from .coded_blocks import LARGEST_TABLE
 from .delta_tables import (
     MOST_TABLES,
     SYMBOL_BITS,
@@ -50,7 +51,6 @@ from .delta_tables import (
     parse_tables,
     table_words,
 )
-from .lossless import LARGEST_TABLE
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from neuzip.kernels.delta import Digits, sums
 from neuzip.kernels.float_fields import Bits
 from neuzip.kernels.rans.numbers import HEADER_WORDS
 
-from .lossless import TABLE_HEAD
+from .coded_blocks import TABLE_HEAD
 
 Words = npt.NDArray[np.uint16]
 Ints = npt.NDArray[np.int64]

@@ -12,7 +12,6 @@ Both work on a GPU too, if they are given one: there a tensor is read once, and 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,6 @@ from neuzip.compress.pieces import (
     expect_length,
     ignore,
     is_worthwhile,
-    padded,
     pieces,
     plane_starts,
 )
@@ -63,38 +61,17 @@ from .codec import (
     checksums,
     register,
 )
+from .coded_blocks import (
+    SCRATCH,
+    CodedBlocks,
+    block_streams,
+    expected_block_bytes,
+    naming_block,
+)
 from .raw import RAW, without_coding
 
 if TYPE_CHECKING:
     from neuzip.compress.gpu import Gpu, GpuCoder
-
-TABLE_HEAD = 3
-"""The table stream begins with the group and the lengths of palette and frequencies."""
-
-LARGEST_TABLE = 2 * (TABLE_HEAD + 256 + 256)
-"""Bytes of a table stream of a full palette and all frequencies."""
-
-
-class Scratch(threading.local):
-    """Memory that a thread uses again for every piece: new memory costs more time than the coding does."""
-
-    exponents: Bits = np.empty(0, np.uint8)
-    words: npt.NDArray[np.uint16] = np.empty(0, np.uint16)
-
-    def exponents_for(self, fmt: FloatFormat, numel: int) -> Bits:
-        """Room for the exponents of `numel` weights."""
-        if self.exponents.size < numel or self.exponents.dtype != fmt.exponent_dtype:
-            self.exponents = np.empty(max(numel, PIECE), fmt.exponent_dtype)
-        return self.exponents
-
-    def words_for(self, numel: int, group: int) -> npt.NDArray[np.uint16]:
-        """Room for all words that `numel` weights can take."""
-        if self.words.size < rans.max_words(numel, group):
-            self.words = np.empty(rans.max_words(max(numel, PIECE), group), np.uint16)
-        return self.words
-
-
-_scratch = Scratch()
 
 
 def encode(
@@ -139,13 +116,13 @@ def encode(
 
     def code(piece: tuple[int, int]) -> rans.RansEncoded:
         start, stop = piece
-        exponents = _scratch.exponents_for(fmt, stop - start)[: stop - start]
+        exponents = SCRATCH.exponents_for(fmt, stop - start)
         part = {
             width: plane[start * width // 8 : start * width // 8 + plane_bytes(width, stop - start)]
             for width, plane in planes.items()
         }
         split(read(start, stop), fmt, kept_bits, exponents, part)
-        return rans.encode(exponents, table, _scratch.words_for(stop - start, table.group))
+        return rans.encode(exponents, table, SCRATCH.words_for(stop - start, table.group))
 
     coded = list(parallel(code, pieces(numel)))
     return kept_bits, _streams(
@@ -171,10 +148,7 @@ def _streams(
     fmt: FloatFormat,
 ) -> dict[str, Stream]:
     """The streams, from parts that follow each other; `planes` are the widest first."""
-    streams = {
-        "table": padded_stream([_table_stream(table)]),
-        "index": padded_stream(index),
-        "words": padded_stream(words),
+    streams = block_streams(table, index, words) | {
         "sign_mantissa": Stream([p for plane in planes for p in padded_stream(plane).parts]),
     }
     if not is_worthwhile(sum(s.nbytes for s in streams.values()), numel * fmt.bits // 8):
@@ -190,14 +164,7 @@ def expected_bytes(counted: Census, numel: int, fmt: FloatFormat) -> int:
     plain = numel * fmt.bits // 8
     if numel == 0:
         return plain
-    exponents = counted.exponents
-    table = rans.build_table(exponents, counted.pairs)
-    streams = (
-        padded(_table_stream(table).nbytes)
-        + padded(2 * -(-numel // rans.BLOCK))
-        + padded(2 * rans.expected_words(table, exponents, counted.pairs, numel))
-        + plane_starts(1 + counted.kept_bits(fmt), numel)[1]
-    )
+    streams = expected_block_bytes(counted, numel) + plane_starts(1 + counted.kept_bits(fmt), numel)[1]
     return streams if is_worthwhile(streams, plain) else plain
 
 
@@ -227,22 +194,16 @@ class LosslessDecoder:
         self._kept_bits = kept_bits
         if not 0 <= kept_bits <= fmt.mantissa_bits:
             raise NeuzipError(f"{fmt.name} has no {kept_bits} mantissa bits")
-        blocks = -(-numel // rans.BLOCK)
         self.plane_starts, end = plane_starts(1 + kept_bits, numel)
         expect_length("sign_mantissa", length("sign_mantissa"), end)
-        expect_length("index", length("index"), padded(2 * blocks))
-        if length("table") > padded(LARGEST_TABLE):
-            raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
-        self.table = parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
-        counts = read_stream("index", 0, length("index")).view("<u2")[:blocks].astype(np.int64)
-        self._word_starts = np.concatenate([[0], np.cumsum(counts)])
-        self._index = counts.astype(np.uint16)
-        expect_length("words", length("words"), padded(2 * int(self._word_starts[-1])))
+        self._blocks = CodedBlocks(read_stream, length, numel, fmt)
 
     @property
     def coding(self) -> FloatCoding:
         """How a decoder that gets the streams elsewhere reads them."""
-        return FloatCoding(self._fmt, self._kept_bits, self._block_size, self.table, self.plane_starts)
+        return FloatCoding(
+            self._fmt, self._kept_bits, self._block_size, self._blocks.table, self.plane_starts
+        )
 
     def read(self, start: int, stop: int, out: Bits | None = None) -> Bits:
         """The bit patterns of weights `start` to `stop`, in `out` if that is given."""
@@ -267,34 +228,26 @@ class LosslessDecoder:
     def _decode_here(self, first: int, last: int, out: Bits) -> None:
         """Decode the weights from block `first` on into `out`; the last is in block `last - 1`."""
         begin, numel = first * rans.BLOCK, out.size
-        words = self._read_stream(
-            "words", 2 * int(self._word_starts[first]), 2 * int(self._word_starts[last])
-        ).view("<u2")
+        words, index = self._blocks.words_of(first, last)
         planes = {
             width: self._read_plane(at + begin * width // 8, plane_bytes(width, numel))
             for width, at in self.plane_starts.items()
         }
         fields = unpack_fields(planes, numel, self._kept_bits)
-        try:
-            rans.decode_floats(
-                words, self._index[first:last], self.table, fields, self._fmt, self._kept_bits, out
-            )
-        except rans.CorruptStream as error:
-            raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
+        with naming_block(first):
+            rans.decode_floats(words, index, self._blocks.table, fields, self._fmt, self._kept_bits, out)
 
     def _decoded_on(self, on: OnGpu, first: int, last: int, end: int) -> Bits:
         """Weights from block `first` on up to `end`, in block `last - 1`."""
-        begin, at = first * rans.BLOCK, self._word_starts
-        ranges: dict[str | int, tuple[str, int, int]] = {
-            "words": ("words", 2 * int(at[first]), 2 * int(at[last]))
-        }
+        begin, blocks = first * rans.BLOCK, self._blocks
+        ranges: dict[str | int, tuple[str, int, int]] = {"words": ("words", *blocks.extent(first, last))}
         for width, start in self.plane_starts.items():
             start += begin * width // 8
             ranges[width] = "sign_mantissa", start, start + plane_bytes(width, end - begin)
         if self._block_size is not None:
             ranges["normaliser"] = "normaliser", begin // self._block_size, -(-end // self._block_size)
         decoded = on.gpu.decode(
-            self._fmt, self._kept_bits, self.table, self._index[first:last], end - begin, ranges, on.fill,
+            self._fmt, self._kept_bits, blocks.table, blocks.index[first:last], end - begin, ranges, on.fill,
             self._block_size,
         )  # fmt: skip
         if decoded is not None:
@@ -319,29 +272,6 @@ class OnGpu:
 
     gpu: Gpu
     fill: Fill
-
-
-def _table_stream(table: rans.Table) -> npt.NDArray[np.uint16]:
-    head = [table.group, table.palette.size, table.frequencies.size]
-    return np.concatenate([np.array(head, np.uint16), table.palette, table.frequencies])
-
-
-def parse_table(words: npt.NDArray[np.uint16], fmt: FloatFormat) -> rans.Table:
-    """The table of a stream; raises NeuzipError when it breaks a rule."""
-    group, n_palette, n_frequencies = (int(w) for w in words[:TABLE_HEAD]) if words.size >= 3 else (0, 0, 0)
-    end = TABLE_HEAD + n_palette + n_frequencies
-    if words.size * 2 != padded(2 * end):
-        raise NeuzipError("the stream 'table' does not have the length that it states")
-    palette, frequencies = words[TABLE_HEAD : TABLE_HEAD + n_palette], words[TABLE_HEAD + n_palette : end]
-    try:
-        table = rans.Table(group, palette, frequencies)
-    except ValueError as error:
-        raise NeuzipError(f"the stream 'table' is not valid: {error}") from error
-    if int(palette[-1]) >> fmt.exponent_bits:
-        raise NeuzipError(f"the stream 'table' has exponents that {fmt.name} does not")
-    if group == 2 and fmt.exponent_bits > 8:
-        raise NeuzipError(f"the stream 'table' has pairs, which {fmt.name} is too wide for")
-    return table
 
 
 def on_gpu(stored: StoredTensor[Any]) -> OnGpu | None:

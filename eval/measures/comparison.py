@@ -104,13 +104,24 @@ class BaselineComparison:
         """Number of predicted tokens."""
         return self.reading.convention.tokens
 
-    def run(self, path: str | os.PathLike[str], on_tokens: OnTokens = lambda count: None) -> ComparisonRun:
-        """Load a checkpoint and compare it with the original. Raises NeuzipError, and NotFinite."""
+    def run(
+        self,
+        path: str | os.PathLike[str],
+        on_tokens: OnTokens = lambda count: None,
+        *,
+        residency: str | None = None,
+    ) -> ComparisonRun:
+        """Load a checkpoint and compare it with the original. Raises NeuzipError, and NotFinite.
+
+        `residency` None is that of the original.
+        """
         free_memory()
         reset_peak(self.device)
         before = _bytes_in_use(self.device)
         began = time.perf_counter()
-        model = load_model(Path(path), self.dtype, self.device, residency=self.residency, attention=False)
+        model = load_model(
+            Path(path), self.dtype, self.device, residency=residency or self.residency, attention=False
+        )
         synchronize(self.device)
         load_seconds = time.perf_counter() - began
         other = HeadedModel(model)

@@ -2,8 +2,8 @@
 
 With one step for all weights of a tensor, codes have the least entropy; with steps that go by
 1 / sqrt(sensitivity) errors do the least harm. In between lies what saves most: steps of a power of it. The
-bits that factors save are the change of the codes' entropy, and half the binary logarithm of the change of the
-expected divergence. What factors of rows and of columns save is taken to add up.
+bits that factors save are the change of the codes' entropy, and half the binary logarithm of the change of
+the expected divergence. What factors of rows and of columns save is taken to add up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def choose_factors(weight: Tensor, rows: Tensor, pivots: Tensor | None) -> StepF
 
     weight  fp32 [R, C]
     rows    fp32 [2, R], sensitivities of rows by two halves of a text; factors by one are judged by the other
-    pivots  fp32 [C], what an error in a column costs after compensation, as a share of the mean before; or None
+    pivots  fp32 [C], what an error in a column costs after compensation, as a share of the mean, or None
     """
     by_rows, by_columns = rows.mean(0), torch.ones(1) if pivots is None else pivots
     row_bytes = column_bytes = None
@@ -70,7 +70,7 @@ def choose_factors(weight: Tensor, rows: Tensor, pivots: Tensor | None) -> StepF
 def _best(
     weight: Tensor, plain: float, candidates: Sequence[tuple[Tensor, float]], *, of_rows: bool
 ) -> Tensor | None:
-    """The factor bytes that save most; None if none saves anything. Candidates have gains at equal entropy."""
+    """The factor bytes that save most, None if none saves anything; gains are those at equal entropy."""
     best, most = None, 0.0
     for found, gain in candidates:
         entropy = _entropy(weight, found, None) if of_rows else _entropy(weight, None, found)

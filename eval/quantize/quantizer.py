@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from neuzip.compress.pieces import padded
+from neuzip.compress.prepared import Codes
+from neuzip.compress.schemes.coded_blocks import expected_block_bytes
+from neuzip.compress.schemes.quantized_coding import code_bits, count, grid_length, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
@@ -26,19 +28,17 @@ from neuzip.eval.quantize.factors import StepFactors, choose_factors
 from neuzip.eval.quantize.gradients import OnTokens
 from neuzip.eval.quantize.settings import CalibrationSettings
 from neuzip.eval.quantize.statistics import ModelStatistics, gather
-from neuzip.kernels.grid import MAX_CODE, Grid, factors
+from neuzip.kernels.grid import MAX_CODE, MIN_CODE, Grid, factors
 from neuzip.kernels.quantizers import ErrorSpread, grid_feedback
 from neuzip.runtime.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Codes = npt.NDArray[np.int16]
-
 ShowStage = Callable[[str, int, str], AbstractContextManager[OnTokens]]
 """show(label, total, unit) shows the progress of some work. Its context is a function that adds to it."""
 
-SAMPLE = 1 << 17
+SAMPLE = 1 << 16
 """Weights of a tensor from which its coded size is predicted."""
 
 RANGE = 16.0
@@ -59,6 +59,7 @@ class CalibratedTensor:
     errors         how errors of its columns are compensated; None to round to nearest
     sample         some of its weights, fp32 [n], divided by relative step and factors
     least          the smallest step, so that all codes fit into 16 bits
+    harm           mean sensitivity of a weight times the square of its factors; 0 if it is not known
     """
 
     tensor: SourceTensor
@@ -68,6 +69,7 @@ class CalibratedTensor:
     errors: ErrorSpread | None
     sample: Tensor
     least: float
+    harm: float
 
     def grid(self, step: float) -> Grid:
         """Its grid for a mean step."""
@@ -83,12 +85,14 @@ class CalibratedTensor:
         dtype = TORCH_DTYPES[self.tensor.info.dtype]
         return grid_feedback(rows, grid.to(device), self.errors, dtype).view(weight.shape).cpu(), grid
 
-    def expected_bits(self, step: float) -> float:
-        """About the bits of its codes for a mean step, from their entropy."""
-        codes = (self.sample / max(step, self.least / self.relative_step)).round_().long()
-        counts = torch.bincount(codes - codes.min()).double()
-        chances = counts[counts > 0] / len(codes)
-        return float(-(chances * chances.log2()).sum()) * self.tensor.info.numel
+    def expected_bytes(self, step: float) -> int:
+        """About the bytes of its streams for a mean step."""
+        info = self.tensor.info
+        sampled = (self.sample / max(step, self.least / self.relative_step)).round_()
+        codes = sampled.clamp_(MIN_CODE, MAX_CODE).to(torch.int16).numpy()
+        bits = code_bits(int(codes.min()), int(codes.max()))
+        grid = grid_length(info, rows=self.rows is not None, columns=self.columns is not None)
+        return expected_block_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +114,21 @@ class QuantizedModel:
 class Quantizer:
     """Chooses codes for the tensors of a checkpoint. `prepare` makes one.
 
+    `curvature` is the divergence predicted for a mean step of 1, in nats a token; it grows with the square of
+    the step. None without calibration.
+
     >>> quantizer = Quantizer.prepare(model, source, names, windows)  # doctest: +SKIP
     >>> compress(src, dst, rules, prepared=quantizer.at(0.01))        # doctest: +SKIP
     """
 
-    def __init__(self, source: FolderSource, tensors: Sequence[CalibratedTensor], identity: str) -> None:
+    def __init__(
+        self,
+        source: FolderSource,
+        tensors: Sequence[CalibratedTensor],
+        identity: str,
+        curvature: float | None = None,
+    ) -> None:
+        self.curvature = curvature
         self._source = source
         self._tensors = {one.tensor.name: one for one in tensors}
         self._identity = identity
@@ -146,7 +160,7 @@ class Quantizer:
                 statistics = gather(model, places, windows, advance, grams=settings.feedback)
         with stage("steps", sum(tensor.info.numel for tensor in tensors), "weights") as advance:
             calibrated = _calibrate(source, tensors, statistics, advance)
-        return cls(source, calibrated, _identity(settings, windows, calibrated))
+        return cls(source, calibrated, _identity(settings, windows, calibrated), _curvature(calibrated))
 
     @property
     def largest_step(self) -> float:
@@ -158,8 +172,8 @@ class Quantizer:
         return QuantizedModel(f"{self._identity}-{step.hex()}", step, self)
 
     def expected_bytes(self, step: float) -> int:
-        """About the bytes of all codes for a mean step, found without computing the codes."""
-        return math.ceil(sum(one.expected_bits(step) for one in self._tensors.values()) / 8)
+        """About the bytes of the streams of all tensors for a mean step, found without computing the codes."""
+        return sum(one.expected_bytes(step) for one in self._tensors.values())
 
     def codes(self, name: str, step: float) -> tuple[Codes, Grid] | None:
         """The codes of one tensor for a mean step, and their grid."""
@@ -178,7 +192,7 @@ def _weights(source: FolderSource, tensor: SourceTensor) -> Tensor:
 def _calibrate(
     source: FolderSource, tensors: Sequence[SourceTensor], statistics: ModelStatistics, on_weights: OnTokens
 ) -> list[CalibratedTensor]:
-    """Steps, factors and feedback of tensors; those with infinities or NaNs have no codes and are left out."""
+    """Steps, factors and feedback of tensors. Those with infinities or NaNs are left out."""
     spreads = {key: ErrorSpread.of(gram) for key, gram in statistics.grams.items() if bool(gram.any())}
     made = []
     for tensor in tensors:
@@ -261,9 +275,16 @@ def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
             one.errors,
             one.scaled / (step / mean),
             one.largest / MAX_CODE * 1.01 or 1.0,
+            one.factors.harm,
         )
         for one, step in zip(choices, steps, strict=True)
     ]
+
+
+def _curvature(tensors: Sequence[CalibratedTensor]) -> float | None:
+    """The divergence for a mean step of 1: half the sum of sensitivities times a twelfth of the squared steps."""
+    harms = [one.harm * one.tensor.info.numel * one.relative_step**2 for one in tensors]
+    return math.fsum(harms) / 24 if any(harms) else None
 
 
 def _geometric_mean(values: Sequence[tuple[float, int]]) -> float:

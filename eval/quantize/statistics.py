@@ -3,9 +3,9 @@
     gradients   squared, summed by row: how sensitive predictions are to errors of a row's weights
     inputs      X^T X of what comes into a linear module: which errors of columns compensate each other
 
-Linear modules that see the same inputs share X^T X, and so do the experts of a layer. A tensor that is not the
-weight of one linear module alone, such as an embedding or the merged experts of a layer, has the products of
-its gradients in its place, G^T G: the Fisher information of columns, which X^T X stands for.
+Linear modules that see the same inputs share X^T X, and so do the experts of a layer. A tensor that is not
+the weight of one linear module alone, such as an embedding or the merged experts of a layer, has the products
+of its gradients in its place, G^T G: the Fisher information of columns, which X^T X stands for.
 """
 
 from __future__ import annotations

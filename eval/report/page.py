@@ -154,6 +154,7 @@ def _fill(name: str, report: EvaluationReport, *, html: bool, **more: object) ->
             headlines=headlines(report),
             verdict=verdict(report),
             front=pareto(report.sweep),
+            yardsticks=[p.scheme for p in report.sweep if p.kind == "yardstick"],
             **more,
         )
     )

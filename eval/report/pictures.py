@@ -152,11 +152,12 @@ def _draw_pareto(report: EvaluationReport) -> Figure:
         return p.bits_per_weight, max(p.kld.value, floor)
 
     axes.plot(*zip(*map(place, front), strict=True), color=EXPONENT, lw=1.4, zorder=2)
-    names = {p.scheme for p in front}
-    for group, color in (([p for p in points if p.scheme not in names], OTHERS), (front, EXPONENT)):
-        if group:
-            x, y = zip(*map(place, group), strict=True)
-            axes.scatter(x, y, 30, color=color, zorder=3, linewidths=0)
+    for p in points:
+        color, is_yardstick = EXPONENT if p in front else OTHERS, p.kind == "yardstick"
+        axes.scatter(
+            *place(p), 30, facecolor="none" if is_yardstick else color, edgecolor=color, zorder=3,
+            linewidths=1.2 if is_yardstick else 0, marker="D" if is_yardstick else "o",
+        )  # fmt: skip
     for p in own:
         axes.scatter(*place(p), 90, facecolor="none", edgecolor=INK, linewidths=1.4, zorder=4)
     named = sorted(points if len(points) <= NAMED else front, key=lambda p: p.bits_per_weight)
@@ -192,7 +193,7 @@ def _own_point(report: EvaluationReport) -> list[SweepPoint]:
         return []
     mean = next((row.after for row in report.divergence if row.name == MEAN_KLD), None)
     bits = report.bits_per_weight
-    return [] if mean is None or bits is None else [SweepPoint("this", bits, 0, mean, mean)]
+    return [] if mean is None or bits is None else [SweepPoint("this", "", bits, 0, mean, mean)]
 
 
 def _name_point(axes: Axes, name: str, x: float, y: float, color: str, *, above: bool) -> None:

@@ -24,9 +24,13 @@ SWEEP_DEPENDS_ON = {
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A scheme of a sweep: bits per weight, stored bytes, mean divergence and perplexity."""
+    """A scheme or yardstick of a sweep: bits per weight, stored bytes, mean divergence and perplexity.
+
+    `kind` is that of `SweepRow`.
+    """
 
     scheme: str
+    kind: str
     bits_per_weight: float
     nbytes: int
     kld: Estimate
@@ -53,7 +57,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
 
 def read_sweep(folder: Path) -> SweepResults:
     """Read a folder of `neuzip sweep --output`. Raises NeuzipError for another one, or several sweeps."""
-    from neuzip.eval.sweep import SweepRow
+    from neuzip.eval.sweep.rows import SweepRow
 
     points = []
     first: tuple[Path, Mapping[str, Any]] | None = None
@@ -72,7 +76,7 @@ def read_sweep(folder: Path) -> SweepResults:
                 "give a folder with the results of one sweep only",
             )
         kld = row.comparison.kld.mean
-        points.append(SweepPoint(row.scheme, row.bits_per_weight, row.bytes, kld, row.perplexity))
+        points.append(SweepPoint(row.scheme, row.kind, row.bits_per_weight, row.bytes, kld, row.perplexity))
     if first is None:
         raise NeuzipError(
             f"{folder}: holds no results of neuzip sweep",

@@ -18,6 +18,7 @@ from neuzip.formats.checkpoint import (
     base_name,
     find_checkpoint,
     read_stored_files,
+    required_features,
     stored_files_to_json,
 )
 from neuzip.formats.hub.connection import endpoint
@@ -130,8 +131,9 @@ def plan_push(
             contents[name] = root / name
     contents |= {f"{ORIGINAL_FOLDER}/{name}": root / name for name in moved}
     contents[MANIFEST_PATH] = stored_files_to_json(
-        stored | {name: replace(stored[name], kind="rewritten") for name in moved}, base
-    )
+        stored | {name: replace(stored[name], kind="rewritten") for name in moved}, base,
+        required_features(checkpoint),
+    )  # fmt: skip
     source = repo_id if revision is None else f"{repo_id}@{revision}"
     measured = None
     if evaluation is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from . import Bits, FloatFormat, cpu
+from . import Bits, FloatFormat, cpu, largest_finite
 
 _NATIVE = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
@@ -72,3 +72,20 @@ def _fp8_values(fmt: FloatFormat) -> npt.NDArray[np.float64]:
         values[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)
         values[0xFC] = -np.inf
     return values
+
+
+def largest_value(fmt: FloatFormat) -> float:
+    """The largest finite number of a format."""
+    return float(to_float64(np.array([largest_finite(fmt)], fmt.dtype), fmt)[0])
+
+
+def normal_fp32(number: float) -> float | None:
+    """A number rounded to fp32; None unless that is a positive, normal number.
+
+    >>> normal_fp32(0.1), normal_fp32(1e-39), normal_fp32(float("nan"))
+    (0.10000000149011612, None, None)
+    """
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(number))
+    limits = np.finfo(np.float32)
+    return rounded if limits.tiny <= rounded <= limits.max else None

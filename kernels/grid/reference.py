@@ -6,17 +6,21 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from neuzip.errors import NeuzipError
+from neuzip.kernels.float_fields.values import normal_fp32
 
 MIN_CODE, MAX_CODE = -(1 << 15), (1 << 15) - 1
 """The least and the largest code."""
 
 ONE = 0x80
 """The factor byte of 1."""
+
+
+class OutOfRange(NeuzipError):
+    """A step that is too small for the weights of a tensor, or too large for its dtype."""
 
 
 def factors(factor_bytes: Tensor) -> Tensor:
@@ -67,13 +71,11 @@ class Grid:
     columns: Tensor | None = None
 
     def __post_init__(self) -> None:
-        with np.errstate(over="ignore"):
-            step = float(np.float32(self.step))
-        limits = np.finfo(np.float32)
-        if not limits.tiny <= step <= limits.max:
+        step = normal_fp32(self.step)
+        if step is None:
             raise NeuzipError(
                 f"the step {self.step!r} is no positive, normal number of fp32",
-                f"give a step from {limits.tiny:.3g} to {limits.max:.3g}",
+                "give a step from 1.2e-38 to 3.4e38",
             )
         object.__setattr__(self, "step", step)
 
@@ -82,9 +84,18 @@ class Grid:
         rows, columns = (None if t is None else t.to(device) for t in (self.rows, self.columns))
         return replace(self, rows=rows, columns=columns)
 
+    @property
+    def largest_step(self) -> float:
+        """The step of a weight with the largest factors."""
+        step = torch.tensor(self.step, dtype=torch.float32)
+        for of in (self.rows, self.columns):
+            if of is not None and of.numel():
+                step = step * factors(of.max()).cpu()
+        return float(step)
+
     def steps(self, shape: Sequence[int]) -> Tensor:
         """The steps (fp32) of all weights of a tensor of this shape: [R, C]."""
-        rows, columns = self._check(shape)
+        rows, columns = self.rows_and_columns(shape)
         device = next((t.device for t in (self.rows, self.columns) if t is not None), None)
         return self._product(slice(None), slice(None), device).expand(rows, columns)
 
@@ -95,7 +106,7 @@ class Grid:
     def codes(self, weight: Tensor) -> Tensor:
         """The codes (int16) of a tensor: weights divided by their steps in fp32, rounded to nearest even.
 
-        Raises NeuzipError where a code would not fit into 16 bits, so for infinities and NaNs as well.
+        Raises OutOfRange where a code would not fit into 16 bits, so for infinities and NaNs as well.
         """
         return self.codes_between(weight.flatten(), 0, weight.shape).view(weight.shape)
 
@@ -107,19 +118,19 @@ class Grid:
     def codes_between(self, weights: Tensor, start: int, shape: Sequence[int]) -> Tensor:
         """The codes (int16) of weights [n], which are weights `start` to `start + n` of a tensor of a shape.
 
-        Raises NeuzipError as `codes` does.
+        Raises OutOfRange as `codes` does.
         """
         steps = self._steps_between(start, start + weights.numel(), shape, weights.device)
         codes = (weights.to(torch.float32) / steps).round_()
         if not bool(((codes >= MIN_CODE) & (codes <= MAX_CODE)).all()):
-            raise NeuzipError(
+            raise OutOfRange(
                 f"weights need codes beyond {MIN_CODE} to {MAX_CODE} with the step {self.step:.6g}",
                 "give a larger step",
             )
         return codes.to(torch.int16)
 
-    def _check(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of a shape. Raises ValueError if the factors are not as many."""
+    def rows_and_columns(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The rows and columns of a tensor of a shape. Raises ValueError if the factors are not as many."""
         columns = shape[-1] if len(shape) else 1
         rows = math.prod(shape[:-1])
         for name, factors_of, count in (("row", self.rows, rows), ("column", self.columns, columns)):
@@ -139,7 +150,7 @@ class Grid:
 
     def _steps_between(self, start: int, stop: int, shape: Sequence[int], device: torch.device) -> Tensor:
         """Steps of weights `start` to `stop`: [stop - start], or one for all, [1]."""
-        _, columns = self._check(shape)
+        _, columns = self.rows_and_columns(shape)
         if (self.rows is None and self.columns is None) or start == stop:
             return torch.full((1,), self.step, dtype=torch.float32, device=device)
         return torch.cat([

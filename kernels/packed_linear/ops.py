@@ -7,34 +7,36 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from neuzip.kernels.device.first_use import is_checked
+from neuzip.kernels.device.products import (
+    fitting,
+    is_usual,
+    multiply_decoded,
+    needs_operator,
+    require_room,
+    rows_of,
+)
 from neuzip.kernels.device.properties import is_hopper
 from neuzip.kernels.packed_linear import first_use, reference
 from neuzip.kernels.packed_linear.form import TILE_ROWS, ExponentWindow, Packed
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
 from neuzip.kernels.packed_linear.turns import by_turn
 
+__all__ = [
+    "FEW_ROWS",
+    "compile_products",
+    "decode",
+    "is_usual",
+    "linear",
+    "needs_operator",
+    "pack",
+    "product",
+    "rows",
+]
+
 FEW_ROWS = 64
 """Rows of x that any GPU multiplies from the packed form, at most; with more, Hopper alone does."""
-
-CHUNK = 48 << 20
-"""Bytes of dense weights that a product decodes at a time, or more: most stay in the second-level cache."""
-
-RESULTS = 1 << 23
-"""Results of a product with them, or more: for fewer, cuBLAS may split K and add sums rounded to bf16."""
-
-LARGEST = 256 << 20
-"""Bytes of dense weights of which a product never decodes twice as many at a time, however few rows x has.
-
-A gradient decodes all of them at once."""
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
-_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def pack(weight: torch.Tensor) -> PackedTensor:
@@ -74,20 +76,11 @@ def decode(packed: PackedTensor, rows: slice | None = None, out: torch.Tensor | 
 
     They go to `out` where that is given: contiguous, of that shape, dtype and device, else ValueError.
     """
-    start, stop, step = (rows or slice(None)).indices(packed.shape[0])
-    if step != 1:
-        raise ValueError(f"decode takes rows that follow each other, not every {step}th")
-    stop = max(start, stop)
+    rows = rows or slice(None)
+    start, stop = rows_of(rows.start, rows.stop, rows.step, packed.shape[0])
     if out is None:
         return torch.ops.neuzip.packed_decode(start, stop, *packed.arguments)  # type: ignore[no-any-return]
-    shape = (stop - start, packed.shape[1])
-    if out.shape != shape or out.dtype != packed.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; "
-            f"it has to be {packed.dtype} {shape}, contiguous"
-        )
-    if out.device != packed.device:
-        raise ValueError(f"out is on {out.device}, the packed weights are on {packed.device}")
+    require_room(out, stop - start, packed)
     torch.ops.neuzip.packed_decode_into(out, start, *packed.arguments)
     return out
 
@@ -110,64 +103,10 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     """
     if is_usual(x, packed, bias):
         return product(x, packed, bias)
-    for name, one in (("x", x), ("bias", bias)):
-        if one is not None and one.device != packed.device:
-            raise ValueError(f"{name} is on {one.device}, the packed weights are on {packed.device}")
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        x = x.to(packed.dtype)
-        bias = bias if bias is None else bias.to(packed.dtype)
-    if x.dtype != packed.dtype or (bias is not None and bias.dtype != packed.dtype):
-        other = x.dtype if x.dtype != packed.dtype or bias is None else bias.dtype
-        raise TypeError(f"packed weights of {packed.dtype} are not multiplied with {other}; cast it first")
-    out, columns = packed.shape
-    if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and bias.shape != (out,)):
-        shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
-        raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
+    x, bias = fitting(x, packed, bias)
     if needs_operator(x, packed.words, bias):
         return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
     return product(x, packed.fetched(), bias)
-
-
-def is_usual(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
-    """Whether x and bias fit the weights and nothing else has a say, so that `product` can be called.
-
-    Not with words in host memory, which are fetched first. Every product asks this, so it asks torch for as
-    little as possible.
-    """
-    words = packed.words
-    return (
-        type(x) in _PLAIN
-        and x.dtype == packed.dtype
-        and x.device == words.device
-        and x.dim() > 0
-        and x.size(-1) == packed.shape[1]
-        and (bias is None or _is_usual_bias(bias, packed))
-        and not _any_autocast()
-        and not needs_operator(x, words, bias)
-    )
-
-
-def _is_usual_bias(bias: torch.Tensor, packed: PackedTensor) -> bool:
-    return bias.dtype == packed.dtype and bias.device == packed.device and bias.shape == packed.shape[:1]
-
-
-def needs_operator(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether autograd, a compiler, a mode or a class of tensors has to see a product as an operator.
-
-    To call that takes the host about as long as the launch of a kernel.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in _PLAIN
-        or type(words) not in _PLAIN
-        or (bias is not None and type(bias) not in _PLAIN)
-        or words.is_meta
-        or x.is_meta
-        or _dispatch_modes() > 0
-        or _functorch_level() is not None
-        or _tracing() is not None
-        or (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
-    )
 
 
 # The operators. Their schemas are written out: those of `*weights` cannot be inferred. On a GPU the arrays of
@@ -308,7 +247,10 @@ def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
         if y is not None and not is_checked(first_use.PRODUCTS, packed.device):
             first_use.check_product(x, packed, bias, _multiply_packed)
     if y is None:
-        y = _multiply_decoded(x.reshape(math.prod(x.shape[:-1]), columns), packed, bias)
+        flat = x.reshape(math.prod(x.shape[:-1]), columns)
+        y = multiply_decoded(
+            flat, out, bias, lambda dense, start: _decode_to(dense, packed, start), TILE_ROWS
+        )
     if y.dim() == x.dim():
         return y
     # Not as a view: one that is made without gradients cannot be written to with them.
@@ -355,26 +297,3 @@ def compile_products(packed: PackedTensor, rows: int, bias: bool = False) -> Non
     added = torch.empty(out, dtype=packed.dtype, device="meta") if bias else None
     if _multiply_packed(x, packed, added) is None:
         triton_pack.decode(packed, 0, out, torch.empty(out, columns, dtype=packed.dtype, device="meta"))
-
-
-def _multiply_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weights.T + bias for x [rows, in], decoding some rows of the weights at a time."""
-    out, columns = packed.shape
-    row_bytes = max(1, columns * x.element_size())
-    least = min(max(CHUNK // row_bytes, RESULTS // max(1, x.shape[0])), LARGEST // row_bytes)
-    parts = max(1, out // max(1, least))
-    step = -(-out // (parts * TILE_ROWS)) * TILE_ROWS
-    buffer = torch.empty(min(step, out), columns, dtype=x.dtype, device=x.device)
-    if parts == 1:
-        _decode_to(buffer, packed, 0)
-        return F.linear(x, buffer, bias)
-    y = torch.empty(x.shape[0], out, dtype=x.dtype, device=x.device)
-    for start in range(0, out, step):
-        stop = min(start + step, out)
-        weight, part = buffer[: stop - start], y[:, start:stop]
-        _decode_to(weight, packed, start)
-        if bias is None:
-            torch.mm(x, weight.t(), out=part)
-        else:  # addmm into a part would round before it adds the bias
-            part.copy_(F.linear(x, weight, bias[start:stop]))
-    return y

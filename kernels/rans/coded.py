@@ -1,14 +1,21 @@
-"""What the decoder on a GPU takes: a coded tensor in torch's tensors. Triton is not needed to hold one."""
+"""What the decoder on a GPU takes: a coded tensor in torch's tensors. Triton is not needed to hold one.
+
+Floats are coded exponents, beside planes of signs and mantissas. Weights on a grid are coded codes, and the
+grid says what they stand for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from neuzip.kernels.dtypes import pattern_dtypes
 from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
+from neuzip.kernels.grid import Grid
 
 from . import CorruptStream
 from .model import Table
@@ -23,17 +30,114 @@ PATTERNS = pattern_dtypes()
 TOGETHER = 8
 """Parts that a launch takes at most."""
 
-Kind = tuple[FloatFormat, int, int, int]
-"""What a launch is compiled for: format, mantissa bits, group, block size or 0."""
+GRID_FORMATS = ("BF16", "F16", "F32")
+"""Formats of weights on a grid that the decoder writes, by their names in safetensors."""
+
+# What a launch for weights on a grid is compiled for, as bits of a number, which is 0 for floats.
+ON_GRID, COLUMN_FACTORS, CROSSING_ROWS, WIDE_PALETTE = 1, 2, 4, 8
+
+MAX_ROW = (1 << 31) - 2 * BLOCK
+"""Weights of a row of which the decoder counts columns in 32 bits."""
+
+
+class Kind(NamedTuple):
+    """What a launch is compiled for.
+
+    kept_bits: mantissa bits, 0 on a grid. block_size: 0 without a normaliser. grid: 0 for floats, or ON_GRID
+    with COLUMN_FACTORS; CROSSING_ROWS where a lane's 8 weights may be in several rows; and WIDE_PALETTE where
+    the codes of a table are not within 256 in a row (groups of 1), or do not follow each other (of 2).
+    """
+
+    fmt: FloatFormat
+    kept_bits: int
+    group: int
+    block_size: int
+    grid: int = 0
+
 
 # Columns of the descriptors, a row for every tensor. Positions are bytes after two base addresses.
 OUT, WORDS_END, NUMEL, NORMALISER, TENSOR, PLANES = range(6)
 WIDTHS = (32, 16, 8, 4, 2, 1)
-COLUMNS = PLANES + len(WIDTHS)
+
+# Of weights on a grid: positions of factors, whether rows have any, the bits of the step, weights of a row,
+# bits of a code, what codes in the table count from, and weights before the first block.
+ROW_FACTORS, COLUMN_FACTORS_AT, HAS_ROWS, STEP, ROW_WEIGHTS, CODE_BITS, LOWEST, BEGIN = range(
+    PLANES + len(WIDTHS), PLANES + len(WIDTHS) + 8
+)
+COLUMNS = BEGIN + 1
 
 # More columns of a part's row, by which positions are after the memory that it is in: bytes before the row
 # itself, where the arrays of its tensor are, its first and last full block.
 ROW, STARTS, COUNTS, TABLES, FIRST, LAST = range(COLUMNS, COLUMNS + 6)
+
+POSITIONS = (WORDS_END, NORMALISER, ROW_FACTORS, COLUMN_FACTORS_AT, *range(PLANES, PLANES + len(WIDTHS)))
+"""Columns that say where streams are."""
+
+
+@dataclass(frozen=True)
+class CodedGrid:
+    """What codes of a tensor stand for: weights of rows of `row_weights`, the tensor's last dimension.
+
+    `grid` has its factor bytes on the device. A code has `code_bits` bits. `begin`: weights of the tensor
+    before those that are coded, a multiple of BLOCK.
+    """
+
+    grid: Grid
+    row_weights: int
+    code_bits: int
+    begin: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.code_bits <= 16:
+            raise CorruptStream(f"codes of {self.code_bits} bits")
+        if self.row_weights < 1 or self.begin % BLOCK:
+            raise CorruptStream(f"rows of {self.row_weights} weights, from weight {self.begin} on")
+
+    def bits(self, table: Table) -> int:
+        """What a launch is compiled for: see `Kind`."""
+        crossing = self.row_weights % RUN != 0 or self.row_weights > MAX_ROW
+        return (
+            ON_GRID
+            | (COLUMN_FACTORS if self.grid.columns is not None else 0)
+            | (CROSSING_ROWS if crossing else 0)
+            | (WIDE_PALETTE if lowest_code(table) is None else 0)
+        )
+
+    def with_factors(self, factor_bytes: Sequence[torch.Tensor]) -> CodedGrid:
+        """This grid with its factor bytes elsewhere: those of rows, of columns or of both in this order."""
+        others = iter(factor_bytes)
+        rows, columns = (None if old is None else next(others) for old in (self.grid.rows, self.grid.columns))
+        return replace(self, grid=replace(self.grid, rows=rows, columns=columns))
+
+    def require_factors(self, numel: int) -> None:
+        """Raise CorruptStream where factors for `numel` weights are missing or too few."""
+        rows, columns = self.grid.rows, self.grid.columns
+        needed = -(-(self.begin + numel) // self.row_weights)
+        if rows is not None and (rows.dtype != torch.uint8 or rows.numel() < needed):
+            raise CorruptStream(f"{rows.numel()} row factors for {needed} rows")
+        if columns is None:
+            return
+        if columns.dtype != torch.uint8 or columns.numel() < self.row_weights:
+            raise CorruptStream(f"{columns.numel()} column factors for rows of {self.row_weights} weights")
+        if columns.data_ptr() % RUN:
+            raise CorruptStream(f"column factors do not begin at a multiple of {RUN} bytes")
+
+
+def lowest_code(table: Table) -> int | None:
+    """The code (u of SPEC.md) from which on entries of the decoder's table count; None where they cannot.
+
+    In groups of 1 an entry has 8 bits for a code, so all that occur have to be within 256 in a row. In groups
+    of 2 it has a place in the palette, whose codes have to follow each other.
+    """
+    symbols, size = np.flatnonzero(table.frequencies), table.palette.size
+    places = symbols if table.group == 1 else np.concatenate([symbols & 15, symbols >> 4])
+    if int(places.max()) >= size:
+        return None  # a symbol without meaning
+    if table.group == 2:
+        lowest, highest = int(table.palette[0]), int(table.palette[-1])
+        return lowest if highest - lowest == size - 1 else None
+    lowest, highest = int(table.palette[places[0]]), int(table.palette[places[-1]])
+    return lowest if highest - lowest < 256 else None
 
 
 @dataclass(frozen=True)
@@ -42,7 +146,7 @@ class CodedTensor:
 
     `index` and `words` are int16 with the bits of uint16; `words` is filled up to a multiple of 16 bytes at
     most. `planes` are uint8, by width, aligned to 16 bytes and filled up to a multiple of 16. `normaliser` is
-    uint8, one a block of `block_size` weights.
+    uint8, one a block of `block_size` weights. Weights on a grid have a `grid`, no planes, and 0 kept bits.
     """
 
     fmt: FloatFormat
@@ -51,9 +155,10 @@ class CodedTensor:
     table: Table
     index: torch.Tensor
     words: torch.Tensor
-    planes: dict[int, torch.Tensor]
+    planes: dict[int, torch.Tensor] = field(default_factory=dict)
     normaliser: torch.Tensor | None = None
     block_size: int | None = None
+    grid: CodedGrid | None = None
 
     def __post_init__(self) -> None:
         if self.index.numel() != -(-self.numel // BLOCK):
@@ -62,7 +167,11 @@ class CodedTensor:
             raise CorruptStream(f"{self.fmt.name} has no {self.kept_bits} mantissa bits")
         if self.index.dtype != torch.int16 or self.words.dtype != torch.int16:
             raise CorruptStream("index and words are int16")
-        for width in plane_widths(1 + self.kept_bits):
+        if self.grid is not None:
+            if self.fmt.name not in GRID_FORMATS or self.planes or self.normaliser is not None:
+                raise CorruptStream(f"weights of {self.fmt.name} on a grid, with planes or a normaliser")
+            self.grid.require_factors(self.numel)
+        for width in self.widths:
             needed = -(-plane_bytes(width, self.numel) // ALIGNMENT) * ALIGNMENT
             plane = self.planes.get(width)
             if plane is None or plane.numel() < needed or plane.data_ptr() % ALIGNMENT:
@@ -76,7 +185,13 @@ class CodedTensor:
     @property
     def kind(self) -> Kind:
         """What a launch is compiled for."""
-        return self.fmt, self.kept_bits, self.table.group, self.block_size or 0
+        grid = 0 if self.grid is None else self.grid.bits(self.table)
+        return Kind(self.fmt, self.kept_bits, self.table.group, self.block_size or 0, grid)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the planes."""
+        return () if self.grid is not None else plane_widths(1 + self.kept_bits)
 
 
 def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from neuzip.kernels.dtypes import torch_dtypes
 from neuzip.kernels.float_fields import Bits, plane_widths
+from neuzip.kernels.grid import Grid
 
-from .coded import ALIGNMENT, CodedTensor, Kind
-from .sample import coded_exponents
+from .coded import (
+    ALIGNMENT,
+    COLUMN_FACTORS,
+    CROSSING_ROWS,
+    PATTERNS,
+    WIDE_PALETTE,
+    CodedGrid,
+    CodedTensor,
+    Kind,
+)
+from .sample import CodedExponents, coded_exponents
 
 
 def coded_weights(kind: Kind, runs: int, device: torch.device) -> tuple[CodedTensor, Bits]:
@@ -17,10 +30,12 @@ def coded_weights(kind: Kind, runs: int, device: torch.device) -> tuple[CodedTen
 
     64 `runs` make a full block. Signs and mantissas are random bits.
     """
-    fmt, kept_bits, group, block_size = kind
+    fmt, kept_bits, group, block_size, grid = kind
     if block_size:
         raise ValueError("weights that share a scale have no sample")
     sample = coded_exponents(group, runs)
+    if grid:
+        return _coded_codes(kind, sample, device)
     numel, width = sample.exponents.size, 1 + kept_bits
     fields = np.random.default_rng(0).integers(0, 1 << width, numel, np.uint64)
     sign, mantissa = fields >> np.uint64(kept_bits), fields & np.uint64((1 << kept_bits) - 1)
@@ -32,10 +47,45 @@ def coded_weights(kind: Kind, runs: int, device: torch.device) -> tuple[CodedTen
         left -= plane
         values = fields >> np.uint64(left) & np.uint64((1 << plane) - 1)
         planes[plane] = _on(_plane(values, plane), device)
-    index = _on(np.array([sample.words.size], np.uint16), device, multiple=2).view(torch.int16)
-    words = _on(sample.words, device).view(torch.int16)
-    coded = CodedTensor(fmt, kept_bits, numel, sample.table, index, words, planes)
+    coded = CodedTensor(fmt, kept_bits, numel, sample.table, *_index_and_words(sample.words, device), planes)
     return coded, bits.astype(fmt.dtype)
+
+
+def _coded_codes(kind: Kind, sample: CodedExponents, device: torch.device) -> tuple[CodedTensor, Bits]:
+    """Weights on a grid whose codes are the exponents of a sample, less half; and their patterns.
+
+    A row ends within every run, and within a lane's 8 weights where kinds have that.
+    """
+    numel, table = sample.exponents.size, sample.table
+    row_weights = 100 if kind.grid & CROSSING_ROWS else 104
+    if kind.grid & WIDE_PALETTE:  # a gap that no symbol without a meaning shows
+        wide = table.palette.copy()
+        wide[-1] += 300 if kind.group == 1 else 1
+        table = replace(table, palette=wide)
+    u = np.concatenate([table.palette, np.zeros(16 - table.palette.size, np.uint16)])[sample.exponents]
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (
+        torch.randint(64, 192, (n,), dtype=torch.uint8, generator=generator)
+        for n in (-(-numel // row_weights), row_weights)
+    )
+    own = Grid(0.03, rows, columns if kind.grid & COLUMN_FACTORS else None)
+    coded = CodedTensor(
+        kind.fmt, 0, numel, table, *_index_and_words(sample.words, device),
+        grid=CodedGrid(own.to(device), row_weights, 10),
+    )  # fmt: skip
+    assert coded.kind == kind
+    codes = torch.from_numpy(u.astype(np.int32) - (1 << 9))
+    padded = torch.cat([codes, codes.new_zeros(rows.numel() * row_weights - numel)]).view(-1, row_weights)
+    values = own.values(padded, torch_dtypes()[kind.fmt.name]).flatten()[:numel]
+    return coded, values.view(PATTERNS[kind.fmt.bits]).numpy().view(kind.fmt.dtype)
+
+
+def _index_and_words(
+    words: npt.NDArray[np.uint16], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index and the words of one block on a device."""
+    index = _on(np.array([words.size], np.uint16), device, multiple=2).view(torch.int16)
+    return index, _on(words, device).view(torch.int16)
 
 
 def _plane(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.unsignedinteger]:

@@ -15,18 +15,16 @@ from neuzip.kernels.rans.coded import (
     COUNTS,
     FIRST,
     LAST,
-    NORMALISER,
     OUT,
     PATTERNS,
-    PLANES,
+    POSITIONS,
     ROW,
     STARTS,
     TABLES,
     TENSOR,
-    WIDTHS,
-    WORDS_END,
     CodedPart,
     CodedTensor,
+    Kind,
     raise_if_corrupt,
 )
 from neuzip.kernels.rans.numbers import BLOCK, SCALE
@@ -48,6 +46,7 @@ class ResidentLayout:
     kept_bits: int
     group: int
     block_size: int
+    grid: int
     streams: int
 
     @property
@@ -123,7 +122,7 @@ class Prepared:
 
 # Written out: the operators give their numbers on as they come.
 _SCHEMA = (
-    "Tensor memory, str fmt, SymInt numel, SymInt kept, SymInt group, SymInt block_size, "
+    "Tensor memory, str fmt, SymInt numel, SymInt kept, SymInt group, SymInt block_size, SymInt grid, "
     "SymInt streams, SymInt number, SymInt start, SymInt stop"
 )
 
@@ -136,7 +135,7 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """
     from neuzip.kernels.rans.triton.decode import decode_parts
 
-    layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
+    layout, chunk = ResidentLayout(fmt, *numbers[:6]), Chunk(*numbers[6:])
     out = memory.new_empty(chunk.capacity(layout), dtype=PATTERNS[layout.format.bits])
     decode_parts([_part(memory, layout, chunk)], [out.view(torch.uint8)])
     return out, _arrays(memory, layout)["errors"].clone()
@@ -144,7 +143,7 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 
 @decode.register_fake
 def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
-    layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
+    layout, chunk = ResidentLayout(fmt, *numbers[:6]), Chunk(*numbers[6:])
     out = memory.new_empty(chunk.capacity(layout), dtype=PATTERNS[layout.format.bits])
     return out, memory.new_empty(1, dtype=torch.int32)
 
@@ -156,7 +155,7 @@ def decode_into(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """Decode the blocks of a chunk to where `out` begins; nothing is said of corrupt words."""
     from neuzip.kernels.rans.triton.decode import decode_parts
 
-    layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
+    layout, chunk = ResidentLayout(fmt, *numbers[:6]), Chunk(*numbers[6:])
     decode_parts([_part(memory, layout, chunk)], [out])
 
 
@@ -171,7 +170,7 @@ def _arrays(memory: torch.Tensor, layout: ResidentLayout) -> dict[str, torch.Ten
 
 def _part(memory: torch.Tensor, layout: ResidentLayout, chunk: Chunk) -> CodedPart:
     row = memory[layout.descriptors + APART * chunk.number :][:APART].view(torch.int64)
-    kind = layout.format, layout.kept_bits, layout.group, layout.block_size
+    kind = Kind(layout.format, layout.kept_bits, layout.group, layout.block_size, layout.grid)
     return CodedPart(kind, row, len(chunk.blocks(layout)), chunk.ragged(layout))
 
 
@@ -210,21 +209,25 @@ class ResidentTensor:
         parts = [coded.words.view(torch.uint8), *coded.planes.values()]
         if coded.normaliser is not None:
             parts.append(coded.normaliser)
+        if coded.grid is not None:
+            factors = coded.grid.grid.rows, coded.grid.grid.columns
+            parts += [factor_bytes for factor_bytes in factors if factor_bytes is not None]
         ends = torch.tensor([-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts]).cumsum(0).tolist()
-        fmt, kept_bits, group, block_size = coded.kind
-        layout = ResidentLayout(fmt.name, coded.numel, kept_bits, group, block_size, ends[-1])
+        fmt, *numbers = coded.kind
+        layout = ResidentLayout(fmt.name, coded.numel, *numbers, ends[-1])
         nbytes = layout.descriptors + APART * (len(bounds) - 1)
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=coded.words.device)
         moved = []
         for part, start in zip(parts, [0, *ends], strict=False):
             moved.append(memory[start : start + -(-part.numel() // ALIGNMENT) * ALIGNMENT])
             moved[-1][: part.numel()].copy_(part)
-        words, *planes = moved
+        words, *others = moved
         there = replace(
             coded,
             words=words[: coded.words.nbytes].view(torch.int16),
-            planes=dict(zip(coded.planes, planes, strict=False)),
-            normaliser=None if coded.normaliser is None else planes[-1],
+            planes=dict(zip(coded.planes, others, strict=False)),
+            normaliser=None if coded.normaliser is None else others[-1],
+            grid=None if coded.grid is None else coded.grid.with_factors(others),
         )
         errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
         launches = make_launches([there], memory, [0], [0], errors)
@@ -306,7 +309,7 @@ class ResidentTensor:
 
     def _shift_streams(self, nbytes: int) -> None:
         """Say that the streams are so many bytes further from the buffer."""
-        self._descriptors[:, [WORDS_END, NORMALISER, *range(PLANES, PLANES + len(WIDTHS))]] += nbytes
+        self._descriptors[:, list(POSITIONS)] += nbytes
         _arrays(self.memory, self.layout)["starts"].add_(nbytes)
 
     @property
@@ -367,8 +370,8 @@ class ResidentTensor:
     def _arguments(self, chunk: Chunk) -> tuple[str | int, ...]:
         layout = self.layout
         return (
-            layout.fmt, layout.numel, layout.kept_bits, layout.group, layout.block_size, layout.streams,
-            chunk.number, chunk.start, chunk.stop,
+            layout.fmt, layout.numel, layout.kept_bits, layout.group, layout.block_size, layout.grid,
+            layout.streams, chunk.number, chunk.start, chunk.stop,
         )  # fmt: skip
 
     def _prepare(self, number: int) -> Prepared:

@@ -55,7 +55,10 @@ def page(rounded: Path) -> EvaluationReport:
     """A report with every section, its figures made up but for those of the tensors."""
     inspection, tensors, _ = read_tensors(rounded, CHECKPOINT)
     divergences = np.random.default_rng(0).lognormal(math.log(0.02), 1.5, 4000)
-    schemes = [("lossless", 11.0, 0.0), ("k3", 7.0, 4e-4), ("k3b32", 7.4, 5e-4), ("k0", 4.0, 0.05)]
+    schemes = [
+        ("lossless", "lossless", 11.0, 0.0), ("k3", "rounded", 7.0, 4e-4), ("k3b32", "rounded", 7.4, 5e-4),
+        ("k0", "rounded", 4.0, 0.05), ("q4_0", "yardstick", 4.5, 0.06),
+    ]  # fmt: skip
     return EvaluationReport(
         title="k1.nz",
         base="demo",
@@ -84,8 +87,8 @@ def page(rounded: Path) -> EvaluationReport:
         stored_bytes=822_000,
         original_bytes=2_630_000,
         sweep=tuple(
-            SweepPoint(name, bits, int(bits * 1e5), Estimate(kld, kld / 50), Estimate(28.0, 0.3))
-            for name, bits, kld in schemes
+            SweepPoint(name, kind, bits, int(bits * 1e5), Estimate(kld, kld / 50), Estimate(28.0, 0.3))
+            for name, kind, bits, kld in schemes
         ),
     )
 
@@ -120,7 +123,7 @@ def test_no_divergences_and_none_that_are_finite() -> None:
 def test_front_is_what_no_other_beats() -> None:
     rng = np.random.default_rng(1)
     points = [
-        SweepPoint(str(i), float(bits), 0, Estimate(float(kld), None), Estimate(1.0, None))
+        SweepPoint(str(i), "rounded", float(bits), 0, Estimate(float(kld), None), Estimate(1.0, None))
         for i, (bits, kld) in enumerate(zip(rng.integers(3, 9, 40), rng.integers(0, 9, 40), strict=True))
     ]
     front = sweep_results.pareto(points)
@@ -463,15 +466,17 @@ def test_target_is_checked_before_the_work(tmp_path: Path) -> None:
 def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -> None:
     from contextlib import contextmanager
 
-    from neuzip.eval import sweep, sweep_setup
     from neuzip.eval.measures.texts import read_text
+    from neuzip.eval.sweep.measure import SweepSetting
+    from neuzip.eval.sweep.run import sweep
+    from neuzip.eval.sweep.setup import parse_schemes
 
     @contextmanager
     def stage(*_: Any) -> Any:
         yield lambda count: None
 
-    setting = sweep.SweepSetting(CHECKPOINT, read_text("demo"), max_tokens=100, device="cpu")
-    done = sweep.sweep(setting, sweep_setup.parse_schemes("k1,lossless", ""), tmp_path, stage)
+    setting = SweepSetting(CHECKPOINT, read_text("demo"), max_tokens=100, device="cpu")
+    done = sweep(setting, parse_schemes("k1,lossless", ""), tmp_path, stage)
     points = sweep_results.read_sweep(tmp_path).points
     assert [p.scheme for p in points] == ["lossless", "k1"]
     by_name = {row.scheme: row for row in done.rows}
@@ -494,7 +499,7 @@ def test_other_folders_are_no_sweeps(tmp_path: Path) -> None:
 
 def sweep_row(folder: Path, scheme: str, **depends_on: object) -> None:
     """A file as `neuzip sweep --output` writes it."""
-    from neuzip.eval.sweep import SweepRow
+    from neuzip.eval.sweep.rows import SweepRow
 
     one = Estimate(1.0, 0.1)
     kld = KLDivergence(mean=Estimate(0.1, 0.01), median=0.1, p999=0.2, max=0.3)

@@ -24,20 +24,27 @@ import torch
 from neuzip.cli.show.sweep import COLUMNS
 from neuzip.compress import compress
 from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
-from neuzip.eval import sweep as sweeps
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures import comparison as baseline
 from neuzip.eval.measures import fingerprint
 from neuzip.eval.measures.texts import Document, Text, read_text
-from neuzip.eval.sweep import SweepRow, SweepSetting, draw, sweep
-from neuzip.eval.sweep_setup import WORK, SweepScheme, parse_schemes, work_folder
+from neuzip.eval.sweep import measure, run
+from neuzip.eval.sweep.folder import PICTURES
+from neuzip.eval.sweep.measure import SweepSetting
+from neuzip.eval.sweep.picture import draw
+from neuzip.eval.sweep.rows import Sweep, SweepRow
+from neuzip.eval.sweep.run import sweep
+from neuzip.eval.sweep.setup import WORK, SweepScheme, parse_schemes, work_folder
+from neuzip.eval.yardsticks.checkpoint import write_restored
+from neuzip.eval.yardsticks.table import YARDSTICKS
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Speak = Callable[..., Any]
 TOKENS = 512
-SCHEMES = "lossless,k3,k0b64"
+SCHEMES, YARDSTICK = "lossless,k3,k0b64", "q4_0"
+LABELS = ["lossless", "k3", "k0b64", "q4_0"]
 
 
 @contextmanager
@@ -50,10 +57,10 @@ def setting(**changes: Any) -> SweepSetting:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[sweeps.Sweep, Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sweep, Path]:
     """A small sweep of the built-in checkpoint, and its folder."""
     out = tmp_path_factory.mktemp("sweep") / "out"
-    return sweep(setting(), parse_schemes(SCHEMES, ""), out, stage), out
+    return sweep(setting(), parse_schemes(SCHEMES, "", YARDSTICK), out, stage), out
 
 
 # What is asked for
@@ -74,7 +81,17 @@ def test_schemes(schemes, blocks, labels):
 
 @pytest.mark.parametrize(
     ("schemes", "blocks"),
-    [("", ""), ("k", ""), ("raw", ""), ("k-1", ""), ("k3b100", ""), ("k3", "100"), ("k3", "x"), ("k333", "")],
+    [
+        ("", ""),
+        ("k", ""),
+        ("raw", ""),
+        ("k-1", ""),
+        ("k3b100", ""),
+        ("k3", "100"),
+        ("k3", "x"),
+        ("k333", ""),
+        ("q4_0", ""),
+    ],
 )
 def test_what_is_no_scheme_is_refused(schemes, blocks):
     with pytest.raises(UsageError, match=r"`schemes`|`blocks`"):
@@ -86,7 +103,7 @@ def test_what_is_no_scheme_is_refused(schemes, blocks):
 
 @pytest.mark.slow
 def test_sizes_are_those_of_the_compressed_checkpoint(made, tmp_path: Path):
-    for row in made[0].rows:
+    for row in made[0].rows[:3]:
         (scheme,) = parse_schemes(row.scheme, "")
         report = compress(CHECKPOINT, tmp_path / row.scheme, scheme.rules)
         assert (row.bytes, row.original_bytes) == (report.stored_weight_bytes, report.weight_bytes)
@@ -94,20 +111,28 @@ def test_sizes_are_those_of_the_compressed_checkpoint(made, tmp_path: Path):
 
 
 def test_divergence_is_that_of_the_compressed_checkpoint(made, tmp_path: Path):
-    row = made[0].rows[-1]
-    (scheme,) = parse_schemes(row.scheme, "")
-    compress(CHECKPOINT, tmp_path / "made", scheme.rules)
-    ids = sweeps.read_tokens(CHECKPOINT, read_text("demo"), None, TOKENS).ids
+    """Of the checkpoint of a yardstick too, which is a plain one."""
+    _, _, rounded, yardstick = made[0].rows
+    (scheme,) = parse_schemes(rounded.scheme, "")
+    compress(CHECKPOINT, tmp_path / "rounded", scheme.rules)
+    written = write_restored(
+        CHECKPOINT, tmp_path / "yardstick", YARDSTICKS[YARDSTICK], torch.device("cpu"), widen=True
+    )
+    assert yardstick.bytes == written.bytes and yardstick.weights == written.weights == rounded.weights
+    assert yardstick.original_bytes == rounded.original_bytes
+    ids = run.read_tokens(CHECKPOINT, read_text("demo"), None, TOKENS).ids
     losses, divergences = [], []
-    for path in (CHECKPOINT, tmp_path / "made"):
+    for path in (CHECKPOINT, tmp_path / "rounded", tmp_path / "yardstick"):
         model = load_model(path, torch.float32)
         with torch.no_grad():
             log_p = model(input_ids=ids[:-1].view(2, 256)).logits.double().log_softmax(-1).flatten(0, 1)
         losses.append(-log_p.gather(1, ids[1:, None]).mean().item())
         divergences.append(log_p)
-    p, q = divergences
-    assert row.comparison.kld.mean.value == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
-    assert row.comparison.nll_difference.value == pytest.approx(losses[1] - losses[0], rel=1e-4)
+    p = divergences[0]
+    for row, q, loss in zip((rounded, yardstick), divergences[1:], losses[1:], strict=True):
+        kld, difference = row.comparison.kld.mean.value, row.comparison.nll_difference.value
+        assert kld == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
+        assert difference == pytest.approx(loss - losses[0], rel=1e-4)
 
 
 def test_lossless_is_the_same_to_the_last_bit(made):
@@ -118,32 +143,37 @@ def test_lossless_is_the_same_to_the_last_bit(made):
 
 
 def test_fewer_bits_are_smaller_and_further_away(made):
-    assert [row.scheme for row in made[0].rows] == ["lossless", "k3", "k0b64"]
-    assert made[0].front == ("k0b64", "k3", "lossless")
+    assert [row.scheme for row in made[0].rows] == LABELS
+    assert [row.kind for row in made[0].rows] == ["lossless", "rounded", "rounded", "yardstick"]
+    assert made[0].front == ("k0b64", "q4_0", "k3", "lossless")
 
 
 def test_what_was_measured_is_positive(made):
-    for row in made[0].rows:
+    for row in made[0].rows[:3]:
         assert row.memory_bytes == 4 * row.weights  # float32, and the tied head once
         assert min(row.load_seconds, row.decode_bytes_per_second, row.tokens_per_second) > 0
         assert row.peak_bytes is None, "on a CPU that is the process's, of all schemes"
+    yardstick = made[0].rows[3]
+    assert yardstick.memory_bytes is yardstick.load_seconds is yardstick.tokens_per_second is None
 
 
 def test_files_hold_the_rows(made):
     found, out = made
     assert {p.name for p in out.iterdir()} == {
-        "lossless.json", "k3.json", "k0b64.json", "sweep.svg", "sweep.png",
+        *(f"{label}.json" for label in LABELS), "sweep.svg", "sweep.png",
     }  # fmt: skip
     for row in found.rows:
         values = json.loads((out / f"{row.scheme}.json").read_text())
         assert values["schema"] == 1
         assert values["kld"]["mean"]["value"] == row.comparison.kld.mean.value
         assert SweepRow.from_json(values) == row
+        del values["kind"]
+        assert SweepRow.from_json(values) == row, "rows of earlier versions do not tell their kind"
 
 
 def test_what_keeps_all_mantissa_bits_has_no_blocks(tmp_path: Path):
     asked = parse_schemes("k7,k6", "64")
-    assert sweeps._distinct(CHECKPOINT, asked) == [SweepScheme(7), SweepScheme(6), SweepScheme(6, 64)]
+    assert run._distinct(CHECKPOINT, asked) == [SweepScheme(7), SweepScheme(6), SweepScheme(6, 64)]
 
 
 # Going on
@@ -152,11 +182,11 @@ def test_what_keeps_all_mantissa_bits_has_no_blocks(tmp_path: Path):
 def test_a_second_run_measures_nothing_again(made, monkeypatch: pytest.MonkeyPatch):
     found, out = made
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    monkeypatch.setattr(sweeps, "BaselineComparison", None)  # no model is loaded either
-    monkeypatch.setattr(sweeps, "compress", None)
-    again = sweep(setting(), parse_schemes(SCHEMES, ""), out, stage)
+    monkeypatch.setattr(measure, "BaselineComparison", None)  # no model is loaded either
+    monkeypatch.setattr(measure, "compress", None)
+    again = sweep(setting(), parse_schemes(SCHEMES, "", YARDSTICK), out, stage)
     assert again.rows == found.rows
-    assert again.resumed == 3
+    assert again.resumed == 4
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
@@ -192,7 +222,8 @@ def test_a_stopped_run_goes_on_with_what_is_missing(tmp_path: Path):
 def test_a_killed_run_goes_on(tmp_path: Path, forks: forked.Server):
     command = [
         "neuzip", "sweep", CHECKPOINT, "--text", "demo", "--max-tokens", "512",
-        "--schemes", "lossless,k5,k3,k0", "--blocks", "", "--output", tmp_path / "out", "--json",
+        "--schemes", "lossless,k5,k3,k0", "--blocks", "", "--yardsticks", "none",
+        "--output", tmp_path / "out", "--json",
     ]  # fmt: skip
     started = forks.start(*command, cwd=tmp_path)
     try:
@@ -257,7 +288,7 @@ def test_a_sweep_depends_on_its_text_and_checkpoint(what: str, tmp_path: Path):
         shutil.copytree(CHECKPOINT, tmp_path / "copy")
         (tmp_path / "copy" / "README.md").write_text("of another state of training")
         theirs = replace(ours, src=tmp_path / "copy")
-    values = [sweeps._depends_on(one, "cpu") for one in (ours, theirs)]
+    values = [run._depends_on(one, "cpu") for one in (ours, theirs)]
     assert fingerprint.differing(*values) == [what]
 
 
@@ -294,11 +325,11 @@ def test_a_link_is_not_taken_for_the_work_folder(tmp_path: Path):
     assert (tmp_path / "mine" / "precious").exists()
 
 
-@pytest.mark.parametrize("name", sweeps.PICTURES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_of_someone_else_is_not_overwritten(made, tmp_path: Path, name: str):
     (tmp_path / name).write_text("mine")
     with pytest.raises(WouldOverwrite, match=f"{name}: exists already"):
-        sweep(setting(), parse_schemes(SCHEMES, ""), tmp_path, stage)
+        sweep(setting(), parse_schemes(SCHEMES, "", YARDSTICK), tmp_path, stage)
     assert names_in(tmp_path) == {name}
     shutil.copy(made[1] / "k3.json", tmp_path)  # a result: so the picture is that of a sweep
     sweep(setting(), parse_schemes("k3", ""), tmp_path, stage)
@@ -354,7 +385,7 @@ def test_a_scheme_that_breaks_the_model_is_noted(
     again = sweep(setting(), asked, tmp_path, stage)
     assert again.failed == found.failed and again.resumed == 2
     arguments = ("sweep", CHECKPOINT, "--text", "demo", "--max-tokens", TOKENS, "--schemes", "k1,k3",
-                 "--blocks", "", "--device", "cpu", "--output", tmp_path)  # fmt: skip
+                 "--blocks", "", "--yardsticks", "none", "--device", "cpu", "--output", tmp_path)  # fmt: skip
     said = neuzip(*arguments, "--json")
     assert said.exit_code == 0 and "warning: k1 breaks the model: " in said.stderr
     assert said.json["failed"] == [{"scheme": "k1", "reason": failure.reason}]
@@ -396,9 +427,9 @@ def test_on_a_gpu_lossless_is_the_same_to_the_last_bit(residency):
 def test_picture_names_every_number_of_bits(made):
     figure = draw(made[0], "demo")
     for axes in figure.axes:
-        assert {"lossless", "k3", "k0"} <= {text.get_text() for text in axes.texts}
+        assert {"lossless", "k3", "k0", "q4_0"} <= {text.get_text() for text in axes.texts}
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert labels == {"without blocks", "blocks of 64"}
+    assert labels == {"rounded", "rounded, blocks of 64", "yardsticks"}
 
 
 def test_pictures_are_files_of_their_kind(made):
@@ -418,7 +449,8 @@ def test_the_label_of_a_scheme_can_be_asked_for():
 @pytest.mark.slow
 def test_command_shows_all_of_it(neuzip: Speak, made):
     arguments = ("sweep", CHECKPOINT, "--text", "demo", "--max-tokens", TOKENS, "--schemes", SCHEMES,
-                 "--blocks", "", "--device", "cpu", "--output", made[1])  # fmt: skip
+                 "--blocks", "", "--yardsticks", YARDSTICK, "--device", "cpu",
+                 "--output", made[1])  # fmt: skip
     said = neuzip(*arguments)
     assert said.exit_code == 0, said.stderr
     header, _, original, lossless, *_ = said.stdout.splitlines()
@@ -426,19 +458,31 @@ def test_command_shows_all_of_it(neuzip: Speak, made):
     assert "peak" not in said.stdout, "on a CPU that is the process's, of all schemes"
     assert original.split()[0] == "original" and "100.00 %" in original
     assert "0, all bits" in lossless and lossless.rstrip().endswith("*")
-    assert "3 of 3 schemes were measured already" in said.stderr
+    assert "4 of 4 schemes were measured already" in said.stderr
     data = neuzip(*arguments, "--json").json
-    assert [row["scheme"] for row in data["rows"]] == ["lossless", "k3", "k0b64"]
-    assert data["front"] == ["k0b64", "k3", "lossless"]
+    assert [row["scheme"] for row in data["rows"]] == LABELS
+    assert data["front"] == list(made[0].front)
+    assert data["savings"][0]["yardstick"] == YARDSTICK and data["savings"][0]["quantized_bits"] is None
     lines = neuzip(*arguments, "--quiet").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["lossless", "k3", "k0b64"]
+    assert [line.split()[0] for line in lines] == LABELS
 
 
 @pytest.mark.slow
 def test_without_a_folder_nothing_is_kept(neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     said = neuzip(
-        "sweep", CHECKPOINT, "--text", "demo", "--max-tokens", 64, "--schemes", "k0", "--blocks", ""
+        "sweep",
+        CHECKPOINT,
+        "--text",
+        "demo",
+        "--max-tokens",
+        64,
+        "--schemes",
+        "k0",
+        "--blocks",
+        "",
+        "--yardsticks",
+        "none",
     )
     assert said.exit_code == 0, said.stderr
     assert list(tmp_path.iterdir()) == []

@@ -75,7 +75,7 @@ def test_no_golden_file_has_changed() -> None:
 
 def test_what_golden_containers_restore_to_is_pinned_too() -> None:
     """The expected checksums are in a golden file themselves, so they cannot follow a wrong decoder."""
-    for folder in ("v1", "v1b"):
+    for folder in ("v1", "v1b", "v1c"):
         expected = json.loads((GOLDEN / folder / "expected.json").read_text(encoding="utf-8"))
         containers = [n for n in pins() if re.fullmatch(rf"{folder}/\w+\.safetensors", n)]
         assert f"{folder}/expected.json" in pins()
@@ -204,7 +204,7 @@ MORE = {"x-more": [1, {"y": None}], "zzz": "?"}
 def with_more(parts: Any) -> None:
     """Unknown keys wherever an object takes them, and null for what may be absent."""
     parts.metadata["x-more"] = "?"
-    parts.manifest.update(MORE, requires=None)
+    parts.manifest.update(MORE, requires=parts.manifest.get("requires"))
     for record in parts.manifest["tensors"].values():
         record.update(MORE)
         if isinstance(record.get("loss"), dict):
@@ -218,6 +218,7 @@ GOOD = {
     "truncated": bad.truncated,
     "normalised": lambda: bad.truncated("BF16", 8),
     "ternary": lambda: bad.ternary("2bit", 7),
+    "quantized": bad.quantized,
 }
 
 

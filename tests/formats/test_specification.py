@@ -41,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SPEC = (ROOT / "formats" / "SPEC.md").read_text(encoding="utf-8")
 
 
-GOLDEN_FILES = sorted(path for folder in (golden.V1, golden.WRITTEN) for path in folder.glob("*.safetensors"))
+GOLDEN_FOLDERS = (golden.V1, golden.WRITTEN, golden.LATER_WRITTEN)
+GOLDEN_FILES = sorted(path for folder in GOLDEN_FOLDERS for path in folder.glob("*.safetensors"))
 
 
 def base_of(path: Path) -> Path | None:
@@ -287,6 +288,8 @@ SCHEMES = {
     "ternary": Scheme("ternary"),
     "ternary 2bit": Scheme("ternary", quantizer="least-squares", packing="2bit"),
     "ternary group=100": Scheme("ternary", group=100),
+    "quantized": Scheme("quantized", step=0.25),
+    "quantized with factors": Scheme("quantized", step=0.1, row_factors=True, column_factors=True),
     "ternary 2bit group=64": Scheme("ternary", group=64, packing="2bit", scale_dtype="F16"),
 }
 
@@ -405,10 +408,14 @@ def test_golden_container_is_read_as_ever(path: Path, tmp_path: Path):
     assert hashlib.sha256(decoder.restore_file(path, base_of(path))).hexdigest() == expected
 
 
-@pytest.mark.parametrize("name", golden.GOLDEN)
+RECIPES = golden.GOLDEN | golden.LATER
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_golden_container_is_written_as_ever(name: str, tmp_path: Path):
-    made = golden.make(golden.GOLDEN[name], tmp_path)
-    same = made.container == (golden.WRITTEN / f"{name}.safetensors").read_bytes()
+    made = golden.make(RECIPES[name], tmp_path)
+    folder = golden.LATER_WRITTEN if name in golden.LATER else golden.WRITTEN
+    same = made.container == (folder / f"{name}.safetensors").read_bytes()
     assert same, "neuzip writes other bytes than before; if that is wanted, see tests/golden/make.py"
     lossy = "original" in {
         key for record in read_manifest(tmp_path / "packed.safetensors")["tensors"].values() for key in record
@@ -427,15 +434,22 @@ def test_golden_folder_is_complete_and_small(folder: Path):
     assert sum(path.stat().st_size for path in golden.BASES.iterdir()) < 300_000
 
 
-@pytest.mark.parametrize("name", golden.GOLDEN | golden.WATCHED)
+def test_later_golden_folder_is_complete_and_small():
+    folder = golden.LATER_WRITTEN
+    assert {path.stem for path in folder.glob("*.safetensors")} == set(golden.LATER)
+    assert set(json.loads((folder / golden.EXPECTED).read_text())) == set(golden.LATER)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
+
+
+@pytest.mark.parametrize("name", RECIPES | golden.WATCHED)
 def test_sizes_are_as_ever(name: str, tmp_path: Path):
     with open(golden.SIZES, encoding="utf-8", newline="") as file:
         sizes = {
             row["name"]: (int(row["original_bytes"]), int(row["compressed_bytes"]))
             for row in csv.DictReader(file)
         }
-    assert set(sizes) == set(golden.GOLDEN | golden.WATCHED)
-    made = golden.make((golden.GOLDEN | golden.WATCHED)[name], tmp_path)
+    assert set(sizes) == set(RECIPES | golden.WATCHED)
+    made = golden.make((RECIPES | golden.WATCHED)[name], tmp_path)
     assert (len(made.original), len(made.container)) == sizes[name]
 
 
@@ -446,7 +460,8 @@ class Opened:
     """A golden container taken apart, to be changed in one place and put together with right checksums."""
 
     def __init__(self, name: str) -> None:
-        container = decoder.Container(golden.V1 / f"{name}.safetensors", {})
+        folder = golden.LATER_WRITTEN if name in golden.LATER else golden.V1
+        container = decoder.Container(folder / f"{name}.safetensors", {})
         entries = container.header.entries
         self.metadata = dict(container.header.metadata)
         self.entries = {n: [dtype, shape, container.entry(n)] for n, (dtype, shape, _, _) in entries.items()}
@@ -563,6 +578,25 @@ CHANGES: dict[str, tuple[str, Callable[[Opened], object]]] = {
     "13 list outside": ("delta", lambda c: c.word("lists:words", c.index("lists", 0) - 2, 16384)),
     "13 digit of 0": ("delta", lambda c: c.word("lists:words", 1, 0)),
     "13 coded block": ("delta", lambda c: c.word("coded:words", 33, 0)),
+    "14 no requirement": ("quantized", lambda c: c.manifest.pop("requires")),
+    "14 other code_bits": ("quantized", lambda c: c.records["both"].update(code_bits=16)),
+    "14 no code_bits": ("quantized", lambda c: c.records["both"].pop("code_bits")),
+    "14 code_bits of 17": ("quantized", lambda c: c.records["both"].update(code_bits=17)),
+    "14 factors are no bool": ("quantized", lambda c: c.records["both"].update(row_factors=1)),
+    "14 no row factors": ("quantized", lambda c: c.records["both"].pop("row_factors")),
+    "14 no loss": ("quantized", lambda c: c.records["both"].pop("loss")),
+    "14 long grid": ("quantized", lambda c: c.stream("both:grid", c.entries["both:grid"][2] + bytes(16))),
+    "14 step is NaN": ("quantized", lambda c: c.byte("both:grid", 2, 0xC0, 0x7F)),
+    "14 step is infinite": ("quantized", lambda c: c.byte("both:grid", 0, 0, 0, 0x80, 0x7F)),
+    "14 step of 0": ("quantized", lambda c: c.byte("both:grid", 0, 0, 0, 0, 0)),
+    "14 negative step": ("quantized", lambda c: c.byte("both:grid", 3, 0xBD)),
+    "14 subnormal step": ("quantized", lambda c: c.byte("both:grid", 2, 0x40, 0)),
+    "14 step beyond the dtype": ("quantized", lambda c: c.byte("F16:grid", 0, 0, 0, 0, 0x45)),
+    "14 step beyond fp32": ("quantized", lambda c: c.byte("F64:grid", 0, 0, 0, 0x80, 0x7E)),
+    "14 step beyond fp8": ("quantized", lambda c: c.byte("F8_E4M3:grid", 0, 0, 0, 0x80, 0x43)),
+    "14 factor too large": ("quantized", lambda c: c.byte("both:grid", 0, 0, 0, 0, 0x78, 255)),
+    "14 escape beyond the bits": ("quantized", lambda c: c.word(
+        "escapes:words", c.index("escapes", 0) - 1, 1 << c.records["escapes"]["code_bits"])),
     "7 too many escapes": ("lossless_escapes", lambda c: c.word("pairs:words", 0, 65535)),
     "7 words left": ("lossless_escapes", lambda c: c.word("pairs:words", 0, 0)),
     "7 final state": ("lossless_escapes", lambda c: c.word("pairs:words", 33, 0)),
@@ -609,6 +643,10 @@ ALLOWED: dict[str, tuple[str, Callable[[Opened], object]]] = {
     "2 unknown dtype": ("alias_raw_metadata", other_dtype),
     "3 key of another scheme": ("lossless_pairs", lambda c: first(c).update(block_size=8, of=1, group="x")),
     "3 null": ("lossless_pairs", lambda c: first(c).update(file=None) or c.manifest.update(requires=None)),
+    "14 factors are false": (
+        "quantized", lambda c: c.records["BF16"].update(row_factors=False, column_factors=None),
+    ),
+    "14 loss of what lost nothing": ("quantized", lambda c: c.records["on the grid"].update(loss="none")),
     "3 a feature twice": ("delta", lambda c: c.manifest.update(requires=["delta", "delta"])),
 }  # fmt: skip
 """What was refused once by one of the readers, and what the specification says to ignore."""

@@ -33,7 +33,8 @@ from neuzip.compress import Rule, Scheme, decompress, verify
 from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.rules_file import read_plan_file
 from neuzip.compress.schemes import delta_coding, ternary_coding
-from neuzip.compress.schemes.lossless import LosslessDecoder, parse_table
+from neuzip.compress.schemes.coded_blocks import parse_table
+from neuzip.compress.schemes.lossless import LosslessDecoder
 from neuzip.compress.schemes.ternary_layout import TernaryLayout
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError

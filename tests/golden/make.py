@@ -2,8 +2,8 @@
 
     python tests/golden/make.py
 
-Every release has to read the containers in v1 and v1b. A writer that writes other bytes gets a folder of its
-own, and those before stay as they are; all restore to the same. v1b has the `format` "neuzip", v1 "pt".
+Every release has to read the containers in v1, v1b and v1c. A writer that writes other bytes gets a folder of
+its own, and those before stay as they are; all restore to the same. v1b has the `format` "neuzip", v1 "pt".
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ HERE = Path(__file__).resolve().parent
 V1 = HERE / "v1"
 WRITTEN = HERE / "v1b"
 """What neuzip writes today."""
+
+LATER_WRITTEN = HERE / "v1c"
+"""What neuzip writes today in schemes that v1b does not have."""
 
 BASES = V1 / "bases"
 EXPECTED = "expected.json"
@@ -273,6 +276,38 @@ GOLDEN: dict[str, Callable[[], Input]] = {
     ),
 }
 
+
+def quantized() -> Input:
+    """Steps alone and with factors, codes of few and of many bits, what loses nothing, and an alias."""
+    tensors = {name: normal(name, 5022, seed="quantized")._replace(shape=[54, 93]) for name in FIELDS}
+    whole = uniform("on the grid", 4000, 0, 12).astype(np.float32) - np.float32(6)
+    exact = Tensor("F32", [40, 100], (whole / 4).astype("<f4").tobytes())
+    return Input(
+        tensors
+        | {
+            "rows": normal("BF16", 3 * 6001, seed="rows")._replace(shape=[3, 6001]),
+            "columns": normal("F16", 6000, seed="columns")._replace(shape=[20, 3, 100]),
+            "both": normal("BF16", 5022, seed="both")._replace(shape=[54, 93]),
+            "escapes": normal("F32", 4000, seed="escapes"),
+            "on the grid": exact,
+            "tied": tensors["BF16"],
+        },
+        (
+            Rule("F8_E5M2", Scheme("quantized", step=0.5)),
+            Rule("F8_*", Scheme("quantized", step=0.25)),
+            Rule("rows", Scheme("quantized", step=0.1, row_factors=True)),
+            Rule("columns", Scheme("quantized", step=0.02, column_factors=True)),
+            Rule("both", Scheme("quantized", step=0.07, row_factors=True, column_factors=True)),
+            Rule("escapes", Scheme("quantized", step=0.006)),
+            Rule("on the grid", Scheme("quantized", step=0.25)),
+            Rule("*", Scheme("quantized", step=0.05)),
+        ),
+    )
+
+
+LATER: dict[str, Callable[[], Input]] = {"quantized": quantized}
+"""Recipes of the files in v1c."""
+
 # Too large to keep, but their sizes are watched.
 WATCHED: dict[str, Callable[[], Input]] = {
     "large_bf16": lambda: Input({"w": normal("BF16", 300_000, seed="large")}),
@@ -320,22 +355,30 @@ def make(recipe: Callable[[], Input], folder: Path) -> Made:
 
 def write() -> None:
     """Write the containers, the checksums of what they restore to, and the sizes."""
-    WRITTEN.mkdir(exist_ok=True)
-    expected, sizes = {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, recipe in (GOLDEN | WATCHED).items():
-            made = make(recipe, Path(folder))
+    sizes = write_folder(WRITTEN, GOLDEN, WATCHED) + write_folder(LATER_WRITTEN, LATER, {})
+    with open(SIZES, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([["name", "original_bytes", "compressed_bytes"], *sizes])
+
+
+def write_folder(
+    folder: Path, kept: dict[str, Callable[[], Input]], watched: dict[str, Callable[[], Input]]
+) -> list[list[object]]:
+    """Write the containers that are `kept`, and what they restore to; the sizes of these and the others."""
+    folder.mkdir(exist_ok=True)
+    expected, sizes = {}, list[list[object]]()
+    with tempfile.TemporaryDirectory() as work:
+        for name, recipe in (kept | watched).items():
+            made = make(recipe, Path(work))
             sizes.append([name, len(made.original), len(made.container)])
-            if name in GOLDEN:
-                (WRITTEN / f"{name}.safetensors").write_bytes(made.container)
+            if name in kept:
+                (folder / f"{name}.safetensors").write_bytes(made.container)
                 if (base := recipe().base) is not None:
                     BASES.mkdir(exist_ok=True)
                     (BASES / f"{name}.safetensors").write_bytes(Input(base).to_bytes())
                 expected[name] = hashlib.sha256(made.restored).hexdigest()
-    (WRITTEN / EXPECTED).write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
-    with open(SIZES, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([["name", "original_bytes", "compressed_bytes"], *sizes])
+    (folder / EXPECTED).write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+    return sizes
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuzip.kernels import packed_linear as pl
+from neuzip.kernels.device import products
 from neuzip.kernels.packed_linear import ops as torch_ops
 from neuzip.kernels.packed_linear.form import F16
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
@@ -466,7 +467,7 @@ def test_x_that_is_not_contiguous() -> None:
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 def test_weights_decoded_in_parts(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the weights are decoded to one buffer, some at a time; the last part is shorter."""
-    monkeypatch.setattr(torch_ops, "CHUNK", 16 * 70 * 2)
+    monkeypatch.setattr(products, "CHUNK", 16 * 70 * 2)
     monkeypatch.setattr(torch_ops, "RESULTS", 0)
     bias = gaussian((1, 40), torch.bfloat16)[0].to(DEVICE) if biased else None
     x = gaussian((torch_ops.FEW_ROWS + 6, 70), torch.bfloat16, 1.0).to(DEVICE)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuzip.compress.schemes import lossless, truncated
+from neuzip.compress.schemes import coded_blocks, lossless, truncated
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
 from neuzip.kernels.rans import coded
@@ -28,6 +28,7 @@ from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, TOGETHER, CodedTensor
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS
 from neuzip.kernels.rans.ops import ResidentTensor
 from neuzip.kernels.rans.triton import decode as triton_decode
+from neuzip.kernels.rans.triton import ring
 from neuzip.kernels.rans.triton import stream as triton_stream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -189,9 +190,9 @@ MOST_WORDS = RUN // 2 * LANES
 @given(st.lists(st.integers(0, MOST_WORDS), min_size=RUNS - 1, max_size=RUNS - 1), st.integers(65, 65 + 7))
 def test_property_words_are_there_when_they_are_needed(taken: list[int], p: int) -> None:
     """The order of copies and waits in `triton_stream.runs`, however many words the runs take."""
-    size, pieces, ahead = triton_stream.PIECE, triton_stream.PIECES, triton_stream.AHEAD
-    assert f"wait_group {ahead - 1};" in triton_stream._waiting()
-    assert f"next, size, -{size * (pieces - 1)};" in triton_stream._copying()
+    size, pieces, ahead = ring.PIECE, ring.PIECES, triton_stream.AHEAD
+    assert f"wait_group {ahead - 1};" in ring._waiting(ahead)
+    assert f"next, size, -{size * (pieces - 1)};" in ring._copying()
     groups = [list(range(pieces)), *([] for _ in range(ahead - 1))]
     for words in [*taken, 0]:
         there = [piece for group in groups[: len(groups) - (ahead - 1)] for piece in group]
@@ -605,7 +606,7 @@ def test_streams_of_a_container_fit() -> None:
     bits = weights(fmt, 2000)
     kept, streams = lossless.encode(lambda a, b: bits[a:b], bits.size, fmt)
     raw = {n: np.concatenate([p.view(np.uint8) for p in s.parts]) for n, s in streams.items()}
-    table = lossless.parse_table(raw["table"].view("<u2"), fmt)
+    table = coded_blocks.parse_table(raw["table"].view("<u2"), fmt)
     planes, at = {}, 0
     for width in plane_widths(1 + kept):
         end = at + lossless.padded(plane_bytes(width, bits.size))

@@ -64,7 +64,7 @@ def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     def force(warps: int, turns: int) -> None:
         launch = triton_linear.OneRowLaunch(warps, turns, turns)
         monkeypatch.setattr(triton_linear, "one_row_launch", lambda *_: launch)
-        monkeypatch.setattr(some_rows, "_programs", lambda units, *_: (-(-units // turns), turns))
+        monkeypatch.setattr(some_rows, "programs_of", lambda units, *_: (-(-units // turns), turns))
 
     return force
 
@@ -108,7 +108,7 @@ def test_the_same_bits_every_time(rows: int, device: torch.device):
 def test_programs_have_all_turns():
     for units in (1, 3, 4, 5, 100, 2048, 7168, 64_128):
         for device in (torch.device("cpu"), torch.device("cuda", 0))[: 1 + torch.cuda.is_available()]:
-            programs, each = some_rows._programs(units, 4, device)
+            programs, each = some_rows.programs_of(units, 4, device)
             assert (programs - 1) * each < units <= programs * each
             assert each >= min(4, units)
 

@@ -155,7 +155,7 @@ def check_version(manifest: dict[str, Any], what: str) -> bool:
     """Whether it is a delta's."""
     version, requires = manifest.get("version"), without_nulls(manifest).get("requires", [])
     must(type(version) is int and version == 1, f"The version {version!r} of {what} is not known.")
-    known = isinstance(requires, list) and all(name in ("delta", "pool") for name in requires)
+    known = isinstance(requires, list) and all(name in ("delta", "pool", "quantized") for name in requires)
     must(known, f"{what} requires {requires!r}, which is not known.")
     return "delta" in requires
 
@@ -169,6 +169,7 @@ KEYS = {  # of each scheme, beside `scheme` and `checksum`
     "lossless": ["mantissa_bits", "streams"],
     "truncated": ["mantissa_bits", "streams", "block_size", "original", "loss"],
     "ternary": ["streams", "packing", "scale_dtype", "group", "quantizer", "original", "loss"],
+    "quantized": ["code_bits", "row_factors", "column_factors", "streams", "original", "loss"],
     "alias": ["of", "file", "original"],
     "base": ["of", "file"],
     "delta": ["of", "file", "base", "shift", "low_bits", "digits", "streams"],
@@ -208,7 +209,7 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             must(is_count(record.get("mantissa_bits")), f"The mantissa_bits of {name!r} are not a count.")
             good = "block_size" not in record or (is_count(B) and B in [1 << bit for bit in range(3, 15)])
             must(good, f"{name!r} has the block_size {B!r}.")
-            others = {"codes", "scale", "choice", "low"} | ({"normaliser"} if B is None else set())
+            others = {"codes", "scale", "grid", "choice", "low"} | ({"normaliser"} if B is None else set())
             streams = set(STREAMS) - others
             needed += ["original"] * (scheme == "truncated")
             good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
@@ -222,7 +223,19 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             must(G is None or (is_count(G) and G > 0), f"{name!r} has the group {G!r}.")
             good = isinstance(record.get("streams"), dict) and set(record["streams"]) == {"codes", "scale"}
             must(good, f"{name!r} has not the streams of its scheme.")
-        if scheme == "truncated" or (scheme == "ternary" and record.get("original") is not None):
+        if scheme == "quantized":
+            requires = without_nulls(manifest).get("requires", [])
+            must("quantized" in requires, f"The manifest does not require what {name!r} does.")
+            E = record.get("code_bits")
+            must(is_count(E) and 2 <= E <= 16, f"`code_bits` of {name!r} are {E!r}.")
+            for key in ("row_factors", "column_factors"):
+                must(type(record.get(key, False)) is bool, f"`{key}` of {name!r} is not true or false.")
+            streams = {"table", "index", "words", "grid"}
+            good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
+            must(good, f"{name!r} has not the streams of its scheme.")
+        if scheme == "truncated" or (
+            scheme in ("ternary", "quantized") and record.get("original") is not None
+        ):
             loss = record.get("loss")
             figures = loss if isinstance(loss, dict) else {}
             for figure in (figures.get("max_relative"), figures.get("rms_relative")):
@@ -256,7 +269,7 @@ FLOATS = {  # exponent bits E, mantissa bits M
 
 STREAMS = {
     "table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8",
-    "codes": "U8", "scale": "U8", "choice": "U8", "low": "U8",
+    "codes": "U8", "scale": "U8", "grid": "U8", "choice": "U8", "low": "U8",
 }  # fmt: skip
 
 
@@ -495,6 +508,8 @@ class Container:
             return self.expected_ternary(name)
         if record["scheme"] == "delta":
             return self.expected_delta(name)
+        if record["scheme"] == "quantized":
+            return self.expected_quantized(name)
         n, k, B = math.prod(shape), record["mantissa_bits"], record.get("block_size")
         must(dtype in FLOATS and n > 0, f"{name!r} cannot be {record['scheme']}: {dtype}, {n} weights.")
         must(k <= FLOATS[dtype][1], f"{name!r} cannot have {k} mantissa bits.")
@@ -524,6 +539,18 @@ class Container:
         lengths["low"] = sum(pad16(ceil_div(n * width, 8)) for width in plane_widths(k))
         return self.padded(name, lengths)
 
+    def expected_quantized(self, name: str) -> dict[str, tuple[str, list[int]]]:
+        """Section 14."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        n, c = math.prod(shape), shape[-1] if shape else 1
+        must(dtype in FLOATS and n > 0, f"{name!r} cannot be quantized: {dtype}, {n} weights.")
+        table, index = self.words(f"{name}:table"), self.words(f"{name}:index")
+        must(len(table) >= 3, f"The table of {name!r} is too short.")
+        lengths = stream_bytes(n, 0, None, table, index)
+        rows, columns = record.get("row_factors", False), record.get("column_factors", False)
+        lengths["grid"] = 4 + (n // c if rows else 0) + (c if columns else 0)
+        return self.padded(name, lengths)
+
     def padded(self, name: str, lengths: dict[str, int]) -> dict[str, tuple[str, list[int]]]:
         """What streams of these lengths are, filled up with zeros."""
         expected = {}
@@ -550,14 +577,14 @@ class Container:
             must(target.tensors[of] == self.tensors[name], f"{name!r} and {of!r} differ in dtype or shape.")
             stored = target.records[of]
             must(stored["scheme"] != "alias", f"{name!r} is an alias of the alias {of!r}.")
-            lossy = stored["scheme"] in ("truncated", "ternary") and "original" in stored
+            lossy = stored["scheme"] in ("truncated", "ternary", "quantized") and "original" in stored
             must(("original" in record) == lossy, f"`original` of {name!r} is wrong.")
             restored = target.tensor(of)
         else:
             for stream, checksum in record["streams"].items():
                 check(self.entry(f"{name}:{stream}"), checksum, f"stream {name}:{stream}")
-            decode = self.decode_ternary if record["scheme"] == "ternary" else self.decode
-            restored = decode(name).tobytes()
+            apart = {"ternary": self.decode_ternary, "quantized": self.decode_quantized}
+            restored = apart.get(record["scheme"], self.decode)(name).tobytes()
         check(restored, record["checksum"], f"tensor {name!r}")
         return restored
 
@@ -565,12 +592,7 @@ class Container:
         """Sections 4 to 8: the patterns of a tensor that is lossless or truncated."""
         record, (dtype, shape) = self.records[name], self.tensors[name]
         (E, M), k, n = FLOATS[dtype], record["mantissa_bits"], math.prod(shape)
-        table, index = Table(self.words(f"{name}:table"), E), self.words(f"{name}:index")
-        words, blocks = self.words(f"{name}:words"), []
-        for b in range(ceil_div(n, 16384)):
-            blocks.append(decode_block(words[: index[b]], min(16384, n - 16384 * b), table))
-            words = words[index[b] :]
-        exponent = np.concatenate(blocks).astype(np.uint64)
+        exponent = self.blocks(name, n, E).astype(np.uint64)
         field = join_planes(self.entry(f"{name}:sign_mantissa"), n, 1 + k)
         sign, mantissa = field >> np.uint64(k), (field & np.uint64((1 << k) - 1)) << np.uint64(M - k)
         pattern = sign << np.uint64(E + M) | exponent << np.uint64(M) | mantissa
@@ -579,6 +601,15 @@ class Container:
             q = np.frombuffer(self.entry(f"{name}:normaliser"), np.uint8)
             pattern = normalise(pattern, dtype, np.repeat(q, record["block_size"])[:n])
         return pattern
+
+    def blocks(self, name: str, n: int, E: int) -> np.ndarray:
+        """Sections 6 and 7: the exponents of all weights, or what takes their part."""
+        table, index = Table(self.words(f"{name}:table"), E), self.words(f"{name}:index")
+        words, blocks = self.words(f"{name}:words"), []
+        for b in range(ceil_div(n, 16384)):
+            blocks.append(decode_block(words[: index[b]], min(16384, n - 16384 * b), table))
+            words = words[index[b] :]
+        return np.concatenate(blocks)
 
     def from_base(self, name: str) -> bytes:
         """Section 13: the bytes of a tensor that needs the base."""
@@ -633,6 +664,18 @@ class Container:
                         before = position
                 z[start : start + m] += digit.astype(object) * 2 ** (k + 16 * j)
         return z
+
+    def decode_quantized(self, name: str) -> np.ndarray:
+        """Section 14: the weights of a tensor from its codes and its grid."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        n, c, E = math.prod(shape), shape[-1] if shape else 1, record["code_bits"]
+        rows, columns = record.get("row_factors", False), record.get("column_factors", False)
+        step = steps(self.entry(f"{name}:grid"), n, c, rows, columns)
+        must(float(step.max()) * 2 ** (E - 1) <= largest(dtype), f"Steps of {name!r} are too large.")
+        numbers = self.blocks(name, n, E)
+        with np.errstate(under="ignore"):
+            values = (numbers - 2 ** (E - 1)).astype("<f4") * step.reshape(-1)
+        return nearest(values, dtype)
 
     def decode_ternary(self, name: str) -> np.ndarray:
         """Section 9: the patterns of a ternary tensor."""
@@ -708,6 +751,55 @@ def restore_file(path: Path, base: Path | None = None) -> bytes:
     container = Container(Path(path), {}, None if base is None else Base(Path(base)))
     must(base is not None or not container.is_delta, "This is a delta, and needs its base.")
     return container.original_header + b"".join(container.tensor(name) for name in container.tensors)
+
+
+# --- 14. Quantized weights ----------------------------------------------------------------------------------
+
+
+def steps(data: bytes, n: int, c: int, rows: bool, columns: bool) -> np.ndarray:
+    """The steps of all weights, binary32 [n / c, c], from the stream `grid`."""
+    step = np.frombuffer(data[:4], "<f4")[0]
+    must(np.finfo("<f4").tiny <= step < np.inf, f"The step is {step}.")
+    b = np.frombuffer(data[4:], np.uint8).astype(np.int64)
+    factors = np.ldexp(16.0 + (b & 15), (b >> 4) - 12).astype("<f4")
+    row = factors[: n // c] if rows else np.ones(n // c, "<f4")
+    column = factors[n // c if rows else 0 :][:c] if columns else np.ones(c, "<f4")
+    return (step * row)[:, None] * column
+
+
+def positive_numbers(dtype: str) -> np.ndarray:
+    """The finite numbers of a dtype of 8 bits from 0 up: pattern p stands for number p."""
+    E, M = FLOATS[dtype]
+    bias = 2 ** (E - 1) - (0 if dtype.endswith("FNUZ") else 1)
+    p = np.arange(128)
+    e, m = p >> M, p & (1 << M) - 1
+    numbers = np.where(e == 0, np.ldexp(m, 1 - bias - M), np.ldexp(m + (1 << M), e - bias - M))
+    return numbers[: {"F8_E4M3": 127, "F8_E5M2": 124}.get(dtype, 128)]  # infinities and NaNs end them
+
+
+def largest(dtype: str) -> float:
+    """The largest finite number of a dtype, and of binary32."""
+    native = {"F16": "<f2", "F32": "<f4", "F64": "<f4"}
+    if dtype in native:
+        return float(np.finfo(native[dtype]).max)
+    return float((2 - 2.0**-7) * 2.0**127) if dtype == "BF16" else float(positive_numbers(dtype)[-1])
+
+
+def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The patterns of binary32 numbers that are rounded to a dtype: to nearest, ties to even."""
+    native = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+    if dtype in native:
+        return np.asarray(values.astype(native[dtype]).view(native[dtype].replace("f", "u")))
+    if dtype == "BF16":
+        wide = values.view("<u4").astype(np.uint64)
+        return (wide + 0x7FFF + (wide >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)).astype("<u2")
+    numbers, magnitude = positive_numbers(dtype), np.abs(values.astype(np.float64))
+    above = np.minimum(np.searchsorted(numbers, magnitude), len(numbers) - 1)
+    below = np.maximum(above - 1, 0)
+    up, down = numbers[above] - magnitude, magnitude - numbers[below]
+    p = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    sign = (values < 0) & ((p > 0) | (not dtype.endswith("FNUZ")))
+    return (p | sign.astype(np.int64) << 7).astype(np.uint8)
 
 
 # --- 11. Folders --------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def one_row_launch(tiles: int, planes: int, lanes: int, device: torch.device) ->
 
 
 @triton.jit
-def _load_pairs(x, c, r, inside, C: tl.constexpr, EVEN: tl.constexpr):
+def load_pairs(x, c, r, inside, C: tl.constexpr, EVEN: tl.constexpr):
     """x for the slots 4 r to 4 r + 3 of one word: two pairs."""
     first = c // 4 * 64 + c % 4 + 8 * r
     second = first + 4
@@ -160,7 +160,7 @@ def _multiply_next(
 
 
 @triton.jit
-def _behind(queue, COUNT: tl.constexpr):
+def behind(queue, COUNT: tl.constexpr):
     """A tuple without the first COUNT."""
     left = ()
     for i in tl.static_range(COUNT, len(queue)):
@@ -213,9 +213,9 @@ def _one_row(
     fars = ()
     for i in tl.static_range(AHEAD):
         k = i * (4 * W) + c
-        pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
+        pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
         fars += (load_far(far, records[i], k, r, COMPILED),)
-    records = _behind(records, AHEAD)
+    records = behind(records, AHEAD)
     off, column, there = load_escape(escapes, first, stop, base, shift, scale, HALF)
     fix = off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
     if BIAS:
@@ -227,14 +227,14 @@ def _one_row(
     for turn in tl.range(TURNS, loop_unroll_factor=UNROLLED):
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
         coming += (load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
-        pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
+        pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
         sums = _multiply_next(coming, fars, pairs, sums, base4, LOW, HALF, W, COMPILED)
         # Last, or the compiler lets what is multiplied wait for far words that are not needed yet.
         fars += (load_far(far, records[0], k, r, COMPILED),)
         k = tl.minimum(turn + 2 * AHEAD, TURNS - 1) * (4 * W) + c
         records += (load_record(index, k, k < C, EVEN),)
-        coming, pairs = _behind(coming, 1), _behind(pairs, 1)
-        fars, records = _behind(fars, 1), _behind(records, 1)
+        coming, pairs = behind(coming, 1), behind(pairs, 1)
+        fars, records = behind(fars, 1), behind(records, 1)
     if USE_PDL:
         cuda.gdc_launch_dependents()  # all words have been asked for
     for step in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):

@@ -55,10 +55,22 @@ def unpacked(
     for g in tl.static_range(8):
         a0, a2 = weights_of(a, far_a, base4, LOW, HALF, g, COMPILED)
         a1, a3 = weights_of(b, far_b, base4, LOW, HALF, g, COMPILED)
-        first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
-        groups += (tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF))),)
+        groups += (fragment(a0, a1, a2, a3, HALF),)
+    return tile_of(groups, W)
+
+
+@triton.jit
+def fragment(a0, a1, a2, a3, HALF: tl.constexpr):
+    """What a thread gives to one instruction, four pairs, as numbers: [T, 2, 2, 2]."""
+    first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
+    return tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF)))
+
+
+@triton.jit
+def tile_of(fragments, W: tl.constexpr):
+    """The weights of W tiles, [16 W, 128], from the fragments of eight instructions."""
     # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
-    tile = tl.reshape(_all_eight(groups), [W, 8, 4, 2, 2, 2, 8])
+    tile = tl.reshape(_all_eight(fragments), [W, 8, 4, 2, 2, 2, 8])
     return tl.reshape(tl.permute(tile, (0, 4, 1, 6, 5, 2, 3)), [16 * W, 128])
 
 

@@ -48,7 +48,7 @@ def multiply_some_rows(
     wide = max(16, triton.next_power_of_2(rows))
     blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
     resident = launch_for("packed_linear.some_rows", device, rows=wide)["programs"]
-    programs, each = _programs(blocks * turns, resident, device)
+    programs, each = programs_of(blocks * turns, resident, device)
     own_blocks = 1 + triton.cdiv(each - 1, turns)
     spread = {"turns": turns, "each": each, "own_blocks": own_blocks}
     parts = torch.empty(programs, own_blocks, wide, 16 * TILES, dtype=torch.float32, device=device)
@@ -61,15 +61,15 @@ def multiply_some_rows(
         USE_PDL=uses_pdl(_some_rows, device), num_warps=TILES, device=device,
     )  # fmt: skip
     launch(
-        _add_parts, (blocks, wide // 8),
+        add_parts, (blocks, wide // 8),
         y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
-        lanes, wide, **spread, HALF=half, BIAS=bias is not None, W=TILES,
+        lanes, wide, **spread, HALF=half, BIAS=bias is not None, EMPTY=False, W=TILES,
         num_warps=TILES, pdl=True, device=device,
     )  # fmt: skip
 
 
 @functools.cache
-def _programs(units: int, resident: int, device: torch.device) -> tuple[int, int]:
+def programs_of(units: int, resident: int, device: torch.device) -> tuple[int, int]:
     """How many programs share so many units of work evenly, and how many each has: 4 or more if there are.
 
     All run at once, `resident` on a multiprocessor.
@@ -110,11 +110,11 @@ def _some_rows(
     # Block and turn are counted: to divide by a number that is no constant takes 20 instructions.
     block = unit // turns
     turn = unit - block * turns
-    tile, c = _tile_and_word(block, turn, warp, q, tiles, W)
+    tile, c = tile_and_word(block, turn, warp, q, tiles, W)
     record = load_record(index + tile * ((C + 1) // 2 * 2), c, c < C, EVEN)
     a, b = load_tile(words, tile, c, r, LOW, HALF, C, EVEN)
-    block, next_turn = _next_unit(block, turn, turns)
-    next_tile, behind = _tile_and_word(block, next_turn, warp, q, tiles, W)
+    block, next_turn = next_unit(block, turn, turns)
+    next_tile, behind = tile_and_word(block, next_turn, warp, q, tiles, W)
     next_record = load_record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
     far_a, far_b = load_far(far, record, c, r, COMPILED)
     at_hand = load_columns(pairs_of_x, turn, M, C, BM, EVEN)
@@ -125,8 +125,8 @@ def _some_rows(
         ends = (following == stop) | (next_turn == 0)
         turn = next_turn
         tile, c = next_tile, behind
-        block, next_turn = _next_unit(block, turn, turns)
-        next_tile, behind = _tile_and_word(block, next_turn, warp, q, tiles, W)
+        block, next_turn = next_unit(block, turn, turns)
+        next_tile, behind = tile_and_word(block, next_turn, warp, q, tiles, W)
         a, b = load_tile(words, tile, c, r, LOW, HALF, C, EVEN)
         far_a, far_b = load_far(far, next_record, c, r, COMPILED)
         next_record = load_record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
@@ -142,14 +142,14 @@ def _some_rows(
 
 
 @triton.jit
-def _next_unit(block, turn, turns):
+def next_unit(block, turn, turns):
     """Block and turn of the unit behind one: the first turn of the next block after the last turn."""
     turn += 1
     return tl.where(turn == turns, block + 1, block), tl.where(turn == turns, 0, turn)
 
 
 @triton.jit
-def _tile_and_word(block, turn, warp, q, tiles, W: tl.constexpr):
+def tile_and_word(block, turn, warp, q, tiles, W: tl.constexpr):
     """What a thread has of a unit; beyond the last tile that one again."""
     return tl.minimum(block * W + warp, tiles - 1).to(tl.int64), turn * 4 + q
 
@@ -160,11 +160,15 @@ def _tile_and_word(block, turn, warp, q, tiles, W: tl.constexpr):
     ],
     do_not_specialize_on_alignment=["y", "parts", "x", "row_start", "escapes", "bias"],
 )  # fmt: skip
-def _add_parts(
+def add_parts(
     y, parts, x, row_start, escapes, bias, base, shift, scale, N, M, lanes, rows_of_part, turns, each,
-    own_blocks, HALF: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, USE_PDL: tl.constexpr,
+    own_blocks, HALF: tl.constexpr, BIAS: tl.constexpr, EMPTY: tl.constexpr, W: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """16 W columns of 8 rows of y: meanwhile the escapes' share, then the parts in the order of programs."""
+    """16 W columns of 8 rows of y: meanwhile the escapes' share, then the parts in the order of programs.
+
+    EMPTY: the slots of escapes hold 0, as those of grid_linear do.
+    """
     EL: tl.constexpr = 2  # escapes of a row at a time
     t = tl.arange(0, 32 * W)
     block, octet = tl.program_id(0), tl.program_id(1) * 8
@@ -173,7 +177,7 @@ def _add_parts(
     x += octet * (32 * lanes)
     fix = tl.zeros([32 * W, 8], tl.float32)
     for step in range(tl.cdiv(tl.max(stop - first, 0), EL)):
-        off, column, there = load_escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
+        off, column, there = load_escape(escapes, first + step * EL, stop, base, shift, scale, HALF, EMPTY)
         fix += off[:, None] * gather_x(x, column, there, M - octet, lanes, 8).to(tl.float32)
     result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, EL, 8]), 1))
     n, m = tl.arange(0, 16 * W)[None, :], octet + tl.arange(0, 8)[:, None]

@@ -30,23 +30,34 @@ import triton.language as tl
 
 from neuzip.kernels.device.first_use import check_first_use
 from neuzip.kernels.device.launch import is_compiled, launch
-from neuzip.kernels.float_fields import FloatFormat, plane_widths
+from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.coded import (
     ALIGNMENT,
+    BEGIN,
+    COLUMN_FACTORS,
+    COLUMNS,
+    CROSSING_ROWS,
+    LOWEST,
     NUMEL,
     PATTERNS,
     PLANES,
+    ROW_FACTORS,
     TENSOR,
     TOGETHER,
+    WIDE_PALETTE,
     WIDTHS,
     ChosenLaunch,
+    CodedGrid,
     CodedPart,
     CodedTensor,
     Kind,
+    lowest_code,
 )
 from neuzip.kernels.rans.coded_sample import coded_weights
+from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUNS, SCALE
 from neuzip.kernels.rans.triton import stream as triton_stream
+from neuzip.kernels.rans.triton import stream_codes as triton_stream_codes
 from neuzip.kernels.rans.triton.decode_kernel import (
     decode_blocks,
     decode_chosen_kernel,
@@ -78,8 +89,13 @@ def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torc
 
 def streams(kind: Kind) -> bool:
     """Whether full blocks are decoded as stream.py does: bf16, nothing dropped, coded in pairs."""
-    fmt, mantissa_bits, group, block_size = kind
-    return (fmt.bits, fmt.mantissa_bits, mantissa_bits, group, block_size) == (16, 7, 7, 2, 0)
+    fmt, mantissa_bits, group, block_size, grid = kind
+    return (fmt.bits, fmt.mantissa_bits, mantissa_bits, group, block_size, grid) == (16, 7, 7, 2, 0, 0)
+
+
+def streams_codes(kind: Kind) -> bool:
+    """Whether full blocks are decoded as stream_codes.py does: on a grid, but for rare rows and palettes."""
+    return bool(kind.grid) and not kind.grid & (CROSSING_ROWS | WIDE_PALETTE)
 
 
 @dataclass(frozen=True)
@@ -127,15 +143,28 @@ def compile_decoder(kind: Kind, blocks: int, ragged: bool) -> None:
 @functools.cache
 def _options(kind: Kind, ragged: bool, warps: int) -> dict[str, Any]:
     """What the kernels are compiled for. Programs with the warps of stream.py decode as that does."""
-    fmt, mantissa_bits, group, block_size = kind
-    stream = streams(kind) and not ragged and warps == triton_stream.WARPS
+    fmt, mantissa_bits, group, block_size, grid = kind
+    stream = _is_streamed(kind) and not ragged and warps == triton_stream.WARPS
     compiled = is_compiled(decode_blocks)
     return {
         "L": LANES * warps, "RAGGED": ragged, "GROUP": group, "BITS": fmt.bits, "E": fmt.exponent_bits,
         "M": fmt.mantissa_bits, "KEPT": mantissa_bits, "NORM": block_size, "ELEMENT": _ELEMENTS[fmt.bits],
-        "SPLIT": streams(kind), "STREAM": stream, "COMPILED": compiled, "num_warps": warps,
-        **({"maxnreg": triton_stream.REGISTERS} if stream and compiled else {}),
+        "SPLIT": streams(kind), "STREAM": stream, "GRID": grid, "COMPILED": compiled,
+        "num_warps": warps, **({"maxnreg": _registers(kind)} if stream and compiled else {}),
     }  # fmt: skip
+
+
+def _is_streamed(kind: Kind) -> bool:
+    """Whether words of full blocks come by way of shared memory."""
+    return streams(kind) or streams_codes(kind)
+
+
+def _registers(kind: Kind) -> int:
+    """Registers of a thread, at most, where words come by way of shared memory."""
+    if not kind.grid:
+        return triton_stream.REGISTERS
+    columns = kind.grid & COLUMN_FACTORS
+    return triton_stream_codes.COLUMN_REGISTERS if columns else triton_stream_codes.REGISTERS
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,7 +174,7 @@ def warps_of(kind: Kind, blocks: int, device: torch.device, aligned: bool = True
     Few blocks get one warp a program, with more registers; many get four, which fills the card. What is
     streamed has other programs: see stream.py.
     """
-    if streams(kind) and aligned:
+    if _is_streamed(kind) and aligned:
         return triton_stream.WARPS
     return int(launch_for("rans.decode", device, blocks=blocks)["num_warps"])
 
@@ -252,7 +281,10 @@ class DecodePlan:
 
 def _memory_of(tensor: CodedTensor) -> tuple[Any, ...]:
     """What a plan knows of a tensor beside its words."""
-    arrays = tensor.index, tensor.words, *tensor.planes.values()
+    arrays = [tensor.index, tensor.words, *tensor.planes.values()]
+    if tensor.grid is not None:
+        factors = (tensor.grid.grid.rows, tensor.grid.grid.columns)
+        arrays += [array for array in factors if array is not None]
     return tensor.kind, tensor.numel, [array.data_ptr() for array in arrays]
 
 
@@ -290,14 +322,15 @@ def prepare(
         if tensor.numel:
             kinds.setdefault(tensor.kind, []).append(number)
     for kind, numbers in kinds.items():
-        if not kind[3]:  # weights that share a scale have no sample
+        if not kind.block_size:  # weights that share a scale have no sample
             full = sum(tensors[i].numel // BLOCK for i in numbers)
             check = functools.partial(decodes_sample, kind, full, device, warps)
             check_first_use(OPERATION, device, check)
             break
     launches = []
     for numbers in kinds.values():
-        inp = next(iter(tensors[numbers[0]].planes.values()))
+        first = tensors[numbers[0]]
+        inp = next(iter(first.planes.values()), first.words.view(torch.uint8))
         out = outs[numbers[0]].flatten().view(torch.uint8)
         for part in make_launches(
             [tensors[i] for i in numbers], inp, [outs[i].data_ptr() - out.data_ptr() for i in numbers],
@@ -313,7 +346,7 @@ def decodes_sample(kind: Kind, full: int, device: torch.device, warps: int | Non
     Without full blocks it is the kernel for ragged ones. The host waits for the device.
     """
     tensor, bits = coded_weights(kind, RUNS if full else RUNS // 16, device)
-    out = torch.empty(bits.size, dtype=PATTERNS[kind[0].bits], device=device)
+    out = torch.empty(bits.size, dtype=PATTERNS[kind.fmt.bits], device=device)
     plan = prepare([tensor], [out], (warps or warps_of(kind, full, device)) if full else None)
     plan.launch()
     right = np.array_equal(out.cpu().numpy().view(bits.dtype), bits)
@@ -333,18 +366,20 @@ def make_launches(
     Output `i` begins `out_offsets[i]` bytes after the one that the launch will be given, and `numbers[i]` is
     where it is marked in `errors`. Tensors whose index does not add up to their words are marked at once.
     """
-    fmt, mantissa_bits, group, _ = kind = tensors[0].kind
+    kind = tensors[0].kind
     host = np.zeros((len(tensors), _FACTS), np.int64)
     descriptors, words_at, n_words, blocks, first_block, frequencies, palettes = _columns(host)
-    widths, base = plane_widths(1 + mantissa_bits), inp.data_ptr()
+    base = inp.data_ptr()
     for row, t in enumerate(tensors):
         words = t.words.data_ptr() - base
         normaliser = 0 if t.normaliser is None else t.normaliser.data_ptr() - base
         descriptors[row, :PLANES] = (
             out_offsets[row], words + 2 * t.words.numel(), t.numel, normaliser, numbers[row]
         )  # fmt: skip
-        for width in widths:
+        for width in t.widths:
             descriptors[row, PLANES + WIDTHS.index(width)] = t.planes[width].data_ptr() - base
+        if t.grid is not None:
+            descriptors[row, ROW_FACTORS : BEGIN + 1] = _grid_facts(t.grid, t.table, base)
         words_at[row], n_words[row], blocks[row] = words, t.words.numel(), t.index.numel()
         frequencies[row, : t.table.frequencies.size] = t.table.frequencies
         palettes[row, : t.table.palette.size] = t.table.palette
@@ -353,7 +388,7 @@ def make_launches(
     is_ragged = blocks > full
     aligned = all(t.words.data_ptr() % ALIGNMENT == 0 for t in tensors)
     warps = warps or warps_of(kind, int(full.sum()), inp.device, aligned)
-    if warps == triton_stream.WARPS and streams(kind) and not aligned:
+    if warps == triton_stream.WARPS and _is_streamed(kind) and not aligned:
         raise ValueError(f"{warps} warps a program take words that begin at multiples of {ALIGNMENT} bytes")
     shares = ((full + warps - 1) // warps, warps, False), (is_ragged.astype(np.int64), 1, True)
     sizes = [int(programs.sum()) for programs, _, _ in shares]
@@ -373,8 +408,8 @@ def make_launches(
         descriptors.contiguous(),
         starts,
         counts,
-        _slots(frequencies, streams(kind)),
-        _exponents_of(palettes, fmt, group),
+        _slots(kind, frequencies, palettes, descriptors[:, LOWEST]),
+        _exponents_of(palettes, kind),
     )
     launches = []
     for (_, width, ragged), size in zip(shares, sizes, strict=True):
@@ -389,17 +424,32 @@ def make_launches(
     return launches
 
 
-_FACTS = PLANES + len(WIDTHS) + 4 + 256 + 256
+_FACTS = COLUMNS + 4 + 256 + 256
 
 
 def _columns(facts: Any) -> tuple[Any, ...]:
     """What is known of every tensor: its descriptor, four numbers, frequencies and palette."""
-    n = PLANES + len(WIDTHS)
+    n = COLUMNS
     return (
         facts[:, :n],
         *(facts[:, n + i] for i in range(4)),
         facts[:, n + 4 : n + 260],
         facts[:, n + 260 :],
+    )
+
+
+def _grid_facts(coded: CodedGrid, table: Table, base: int) -> tuple[int, ...]:
+    """Columns ROW_FACTORS to BEGIN of a descriptor, whose positions count from the address `base` on."""
+    rows, columns = coded.grid.rows, coded.grid.columns
+    return (
+        0 if rows is None else rows.data_ptr() - base,
+        0 if columns is None else columns.data_ptr() - base,
+        int(rows is not None),
+        int(np.float32(coded.grid.step).view(np.int32)),
+        coded.row_weights,
+        coded.code_bits,
+        lowest_code(table) or 0,
+        coded.begin,
     )
 
 
@@ -409,23 +459,33 @@ def _repeat(times: torch.Tensor, total: int) -> torch.Tensor:
     return torch.repeat_interleave(rows, times, output_size=total)
 
 
-def _slots(frequencies: torch.Tensor, split: bool) -> torch.Tensor:
+def _slots(
+    kind: Kind, frequencies: torch.Tensor, palettes: torch.Tensor, lowest: torch.Tensor
+) -> torch.Tensor:
     """For every tensor 4,096 slots: symbol | frequency << 8 | offset << 20.
 
-    `split`: first place in the palette | frequency << 4 | second place << 16 | offset << 20.
+    Streamed floats, and codes in groups of 2: first place in the palette | frequency << 4 | second place
+    << 16 | offset << 20. A code in groups of 1 has its distance from the `lowest` in the place of its symbol,
+    but for wide palettes.
     """
     f = frequencies.reshape(-1)
     symbol = _repeat(f, frequencies.shape[0] * SCALE)
     offset = torch.arange(symbol.numel(), device=f.device) - (torch.cumsum(f, 0) - f)[symbol]
-    if split:
+    if streams(kind) or (kind.grid and kind.group == 2):
         return _as_int32(symbol & 15 | f[symbol] << 4 | (symbol >> 4 & 15) << 16 | offset << 20)
-    return _as_int32((symbol & 0xFF) | f[symbol] << 8 | offset << 20)
+    low = symbol & 0xFF
+    if kind.grid and not kind.grid & WIDE_PALETTE:
+        low = (palettes - lowest[:, None]).reshape(-1)[symbol]
+    return _as_int32(low | f[symbol] << 8 | offset << 20)
 
 
-def _exponents_of(palettes: torch.Tensor, fmt: FloatFormat, group: int) -> torch.Tensor:
-    """For every tensor the exponents of 256 symbols, shifted to where they stand in a weight or a pair."""
-    shift, stride = _exponent_layout(fmt)
-    if group == 1:
+def _exponents_of(palettes: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """For every tensor the exponents of 256 symbols, shifted to where they stand in a weight or a pair.
+
+    Codes are not shifted, and the second of a pair stands in the upper half.
+    """
+    shift, stride = (0, 16) if kind.grid else _exponent_layout(kind.fmt)
+    if kind.group == 1:
         return _as_int32(palettes << shift).reshape(-1)
     symbol = torch.arange(256, device=palettes.device)
     first, second = palettes[:, symbol & 15], palettes[:, symbol >> 4]

@@ -24,8 +24,9 @@ from neuzip.kernels.rans.coded import (
     TENSOR,
     WORDS_END,
 )
-from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
+from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS, SCALE, SCALE_BITS
 from neuzip.kernels.rans.triton import stream as triton_stream
+from neuzip.kernels.rans.triton.decode_codes import decode_codes
 from neuzip.kernels.rans.triton.decode_planes import (
     assemble,
     load_run,
@@ -35,11 +36,11 @@ from neuzip.kernels.rans.triton.decode_planes import (
     store_run,
     times,
 )
-from neuzip.kernels.rans.triton.stream import refilled
+from neuzip.kernels.rans.triton.ring import to_shared
+from neuzip.kernels.rans.triton.states import begin_blocks, load_escapes, refill
 
 _LANES, _RUN, _RUNS, _BLOCK = (tl.constexpr(v) for v in (LANES, RUN, RUNS, BLOCK))
-_HEADER, _SLOTS, _SCALE_BITS = (tl.constexpr(v) for v in (HEADER_WORDS, SCALE - 1, SCALE_BITS))
-_LOWER = tl.constexpr(LOWER)
+_SLOTS, _SCALE_BITS = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS)
 _C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_PLANES = (
     tl.constexpr(v) for v in (OUT, WORDS_END, NUMEL, NORMALISER, TENSOR, PLANES)
 )
@@ -53,53 +54,13 @@ _AHEAD = tl.constexpr(64)
 
 
 @triton.jit
-def _u16(pointers, mask):
-    return tl.load(pointers, mask=mask, other=0).to(tl.uint32)
-
-
-@triton.jit
-def _refill(x, p, words, limit, L: tl.constexpr, COMPILED: tl.constexpr):
-    """Lanes whose state is small take the next words of the block, in the order of the lanes: state and `p`.
-
-    In PTX for what Triton has no words for: which lanes of the warp need a word, and how many lower ones do.
-    """
-    if COMPILED:
-        x, p = tl.inline_asm_elementwise(
-            """{
-            .reg .pred need, there;
-            .reg .b32 ballot, lower, at, word, filled, all;
-            .reg .b64 address;
-            setp.lo.u32 need, $2, 65536;
-            vote.sync.ballot.b32 ballot, need, 0xffffffff;
-            mov.u32 lower, %lanemask_lt;
-            and.b32 lower, lower, ballot;
-            popc.b32 at, lower;
-            add.s32 at, at, $3;
-            setp.lt.and.s32 there, at, $5, need;
-            mad.wide.s32 address, at, 2, $4;
-            mov.b32 word, 0;
-            @there ld.global.u16 word, [address];
-            prmt.b32 filled, $2, word, 0x1054;
-            selp.b32 $0, filled, $2, need;
-            popc.b32 all, ballot;
-            add.s32 $1, $3, all;
-            }""",
-            "=r,=r,r,r,l,r", [x, p, words.to(tl.int64), limit],
-            dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        x, p = refilled(x, p, words, limit, L)
-    return x, p
-
-
-@triton.jit
 def _step(
     x, p, words, limit, tables, exponents, SPLIT: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr
 ):  # fmt: skip
     """Decode a symbol of every lane: its exponents. `p` counts the words of the block taken so far."""
     entry = tl.load(tables + (x & _SLOTS)).to(tl.uint32, bitcast=True)
     x = ((entry >> (4 if SPLIT else 8)) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
-    x, p = _refill(x, p, words, limit, L, COMPILED)
+    x, p = refill(x, p, words, limit, L, COMPILED)
     symbol = (entry & 15) | ((entry >> 12) & 0xF0) if SPLIT else entry & 0xFF
     return x, p, _exponents(symbol, exponents)
 
@@ -143,28 +104,11 @@ def _run(
 
 
 @triton.jit
-def begin_blocks(inp, starts, counts, own, block, lane, L: tl.constexpr):
-    """Words of blocks, whether they are enough, escapes, where these begin, states, and words taken."""
-    start = tl.load(starts + block)
-    count = tl.load(counts + block)
-    # Where the index has run far beyond the words, what is left is very negative, and must not wrap.
-    count = tl.maximum(tl.minimum(count, (tl.load(own + _C_WORDS_END) - start) // 2), 0).to(tl.int32)
-    words = (inp + start).to(tl.pointer_type(tl.uint16))
-    whole = count >= _HEADER
-    escapes = tl.load(words, mask=whole, other=0).to(tl.int32)
-    limit = count - 2 * escapes
-    whole = whole & (limit >= _HEADER)
-    limit = tl.where(whole, limit, 0)
-    x = _u16(words + 1 + lane, whole) | (_u16(words + 1 + _LANES + lane, whole) << 16)
-    return words, whole, escapes, limit, x, tl.full([L], _HEADER, tl.int32)
-
-
-@triton.jit
 def decode_blocks(
     inp, out, starts, counts, descriptors, programs, tables, exponents, errors,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
-    STREAM: tl.constexpr, COMPILED: tl.constexpr,
+    STREAM: tl.constexpr, GRID: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of one tensor of a launch: full ones, or, RAGGED, its last."""
     programs += 3 * tl.program_id(0)
@@ -173,7 +117,7 @@ def decode_blocks(
     last = tl.load(own + _C_NUMEL) // _BLOCK - 1
     _decode(
         inp, out, starts + before, counts + before, own, tables + row * (_SLOTS + 1), exponents + row * 256,
-        errors, first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED,
+        errors, first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, GRID, COMPILED,
     )  # fmt: skip
 
 
@@ -182,7 +126,7 @@ def decode_parts_kernel(
     r0, r1, r2, r3, r4, r5, r6, r7, o0, o1, o2, o3, o4, o5, o6, o7, p1, p2, p3, p4, p5, p6, p7,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
-    STREAM: tl.constexpr, COMPILED: tl.constexpr,
+    STREAM: tl.constexpr, GRID: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of one of up to 8 parts that lie anywhere: rows, outputs, first programs.
 
@@ -198,7 +142,9 @@ def decode_parts_kernel(
     own, out, before = _from(program, p6, r6, o6, own, out, before)
     own, out, before = _from(program, p7, r7, o7, own, out, before)
     first = (program - before) * (L // _LANES)
-    _decode_part(own, out, first, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED)
+    _decode_part(
+        own, out, first, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, GRID, COMPILED
+    )
 
 
 @triton.jit(do_not_specialize=["first", "length"])
@@ -206,7 +152,7 @@ def decode_chosen_kernel(
     base, rows, places, programs, chosen, out, first, length, items, parts, per_slot, slot_bytes,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
-    STREAM: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
+    STREAM: tl.constexpr, GRID: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of a part of the item that a slot of `out` holds: `chosen[first + slot]`.
 
@@ -234,7 +180,7 @@ def decode_chosen_kernel(
         if RAGGED or block <= tl.load(own + _C_LAST) - tl.load(own + _C_FIRST):
             _decode_part(
                 own, out + tl.multiple_of(at, 16), block,
-                L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED,
+                L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, GRID, COMPILED,
             )  # fmt: skip
 
 
@@ -242,7 +188,7 @@ def decode_chosen_kernel(
 def _decode_part(
     own, out, begin, L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     E: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr,
-    SPLIT: tl.constexpr, STREAM: tl.constexpr, COMPILED: tl.constexpr,
+    SPLIT: tl.constexpr, STREAM: tl.constexpr, GRID: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of a part, from its block `begin` on, to `out`, where its first one begins."""
     inp = own.to(tl.pointer_type(tl.uint8)) - tl.multiple_of(tl.load(own + _C_ROW), 16)
@@ -253,7 +199,7 @@ def _decode_part(
     first = tl.load(own + _C_NUMEL) // _BLOCK if RAGGED else tl.load(own + _C_FIRST)
     _decode(
         inp, out, starts, counts, own, tables, tables + (_SLOTS + 1), inp.to(tl.pointer_type(tl.int32)),
-        first + begin, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED,
+        first + begin, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, GRID, COMPILED,
     )  # fmt: skip
 
 
@@ -269,9 +215,29 @@ def _decode(
     inp, out, starts, counts, own, tables, exponents, errors, first, last,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
-    STREAM: tl.constexpr, COMPILED: tl.constexpr,
+    STREAM: tl.constexpr, GRID: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of a tensor from the `first` on, none beyond the `last` full one."""
+    if GRID:
+        decode_codes(
+            inp, out, starts, counts, own, tables, exponents, errors, first, last,
+            L, RAGGED, GROUP, BITS, M, GRID, ELEMENT, STREAM, COMPILED,
+        )  # fmt: skip
+    else:
+        _decode_floats(
+            inp, out, starts, counts, own, tables, exponents, errors, first, last,
+            L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, COMPILED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decode_floats(
+    inp, out, starts, counts, own, tables, exponents, errors, first, last,
+    L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
+    STREAM: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Decode blocks of floats: see `_decode`."""
     W: tl.constexpr = KEPT + 1
     N: tl.constexpr = BITS // 8
     STRIDE: tl.constexpr = BITS if BITS <= 16 else BITS // 4
@@ -313,7 +279,7 @@ def _decode(
 
     touched = tl.zeros([L], tl.uint16)
     if STREAM:
-        shared = triton_stream.to_shared(tables, L, COMPILED)
+        shared = to_shared(tables, triton_stream.WARP_BYTES, L, COMPILED)
         lowest = tl.load(exponents).to(tl.uint32, bitcast=True)
         highest = tl.load(exponents + 255).to(tl.uint32, bitcast=True)
         if highest - lowest == (15 << M) * 0x10001:  # a palette of 16 exponents in a row
@@ -389,14 +355,8 @@ def _decode(
     in_block = tl.minimum(numel - first, _BLOCK).to(tl.int32)
     escapes = tl.where(whole, escapes, 0)
     for k in range(0, tl.max(escapes), _LANES):
-        mine = k + lane < escapes
-        entry = limit + 2 * (k + lane)
-        where = _u16(words + entry, mine).to(tl.int32)
-        before = _u16(words + entry - 2, mine & (k + lane > 0)).to(tl.int32)
-        exponent = _u16(words + entry + 1, mine)
-        wrong = (where >= in_block) | ((k + lane > 0) & (where <= before)) | ((exponent >> E) != 0)
-        bad |= mine & wrong
-        mine &= where < in_block
+        mine, where, exponent, misplaced = load_escapes(words, limit, k + lane, escapes, in_block)
+        bad |= misplaced | (mine & ((exponent >> E) != 0))
         weight = first + where
         field = one_field(inp, own, weight, mine, W)
         value = assemble(exponent & ((1 << E) - 1), field, BITS, M, KEPT)

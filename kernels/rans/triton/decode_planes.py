@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.rans.coded import PLANES
-from neuzip.kernels.rans.triton.stream import joined
+from neuzip.kernels.rans.triton.ring import joined
 
 _C_PLANES = tl.constexpr(PLANES)
 

@@ -26,7 +26,8 @@ from neuzip.kernels.rans.coded import (
 )
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS, SCALE
 from neuzip.kernels.rans.triton import stream as triton_stream
-from neuzip.kernels.rans.triton.decode_kernel import begin_blocks
+from neuzip.kernels.rans.triton.ring import to_shared
+from neuzip.kernels.rans.triton.states import begin_blocks
 from neuzip.kernels.tuning import launch_for
 
 _LANES, _RUN, _RUNS, _SLOTS = (tl.constexpr(v) for v in (LANES, RUN, RUNS, SCALE))
@@ -51,7 +52,7 @@ def multiply_chosen(
     launch(
         multiply_chosen_kernel, (slots * programs,),
         one.base, one.rows, one.places, one.programs, chosen, x, sums, together, items, parts, programs, rows,
-        columns // (LANES * RUN), L=LANES * one.warps, M=one.kind[0].mantissa_bits, COMPILED=compiled,
+        columns // (LANES * RUN), L=LANES * one.warps, M=one.kind.fmt.mantissa_bits, COMPILED=compiled,
         num_warps=one.warps, pdl=True, device=x.device, **({"maxnreg": use["registers"]} if compiled else {}),
     )  # fmt: skip
     return sums
@@ -107,7 +108,7 @@ def _multiply_blocks(
     at = run - row * runs_of_row
     target = sums.to(tl.int64) + (row.to(tl.int64) * 2 + (at > 0).to(tl.int64)) * 4
     vector = x.to(tl.int64) + lane * (2 * _RUN)
-    shared = triton_stream.to_shared(tables, L, COMPILED)
+    shared = to_shared(tables, triton_stream.WARP_BYTES, L, COMPILED)
     lowest = tl.load(exponents).to(tl.uint32, bitcast=True)
     highest = tl.load(exponents + 255).to(tl.uint32, bitcast=True)
     if highest - lowest == (15 << M) * 0x10001:  # a palette of 16 exponents in a row

@@ -18,7 +18,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from neuzip.kernels.rans.numbers import LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
+from neuzip.kernels.rans.numbers import LANES, RUN, RUNS
+from neuzip.kernels.rans.triton.ring import (
+    RING_BYTES,
+    copy_words,
+    end_group,
+    fill_ring,
+    joined,
+    next_entry,
+    own_memory,
+    wait,
+    wait_all,
+)
 
 WARPS = 8
 """Warps of a program. Five programs of 40 KB share a multiprocessor."""
@@ -26,17 +37,16 @@ WARPS = 8
 REGISTERS = 48
 """Registers of a thread, at most, so that five programs fit."""
 
-PIECE, PIECES, AHEAD = 256, 4, 3
-"""Words of a piece, pieces of a ring; runs that planes are prefetched ahead, and that a group has to end."""
+AHEAD = 3
+"""Runs that planes are prefetched ahead, and that a group has to end."""
+
+WARP_BYTES = tl.constexpr(RING_BYTES + (AHEAD + 1) * LANES * RUN)
+"""Bytes of shared memory of a warp."""
 
 _RUNS, _LANES, _RUN_WORDS = tl.constexpr(RUNS), tl.constexpr(LANES), tl.constexpr(LANES * RUN * 2 // 8)
-_SLOTS, _SCALE_BITS, _LOWER = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS), tl.constexpr(LOWER)
-_AHEAD, _PIECES = tl.constexpr(AHEAD), tl.constexpr(PIECES)
-_TABLE_BYTES = tl.constexpr(4 * SCALE)
+_AHEAD, _RING_BYTES = tl.constexpr(AHEAD), tl.constexpr(RING_BYTES)
 _PLANES_OF_RUN = tl.constexpr(LANES * RUN)
 _RUN_BYTES = tl.constexpr(2 * LANES * RUN)
-_RING_BYTES = tl.constexpr(2 * PIECE * PIECES)
-_WARP_BYTES = tl.constexpr(2 * PIECE * PIECES + (AHEAD + 1) * LANES * RUN)
 
 
 @triton.jit
@@ -62,19 +72,17 @@ def runs(
     words -= skipped
     p += skipped
     end = tl.where(limit > 0, limit + skipped, 0)  # 0: no words, wherever they should be
-    own = shared + _TABLE_BYTES + tl.arange(0, L) // _LANES * _WARP_BYTES
-    piece = tl.zeros([L], tl.int32)
-    for _ in tl.static_range(_PIECES):
-        piece = _copy_words(p, piece, end, words, own, lane, COMPILED)
+    own = own_memory(shared, WARP_BYTES, L)
+    piece = fill_ring(p, end, words, own, lane, COMPILED)
     for run in tl.static_range(_AHEAD):
         _copy_planes(planes8, run, own, lane, COMPILED)
-        _end_group(own, COMPILED)
+        end_group(own, COMPILED)
     for run in range(_RUNS - 1):
-        _wait(own, COMPILED)
+        wait(own, _AHEAD, COMPILED)
         if run < _RUNS - _AHEAD:
             _copy_planes(planes8, run + _AHEAD, own, lane, COMPILED)
-        piece = _copy_words(p, piece, end, words, own, lane, COMPILED)
-        _end_group(own, COMPILED)
+        piece = copy_words(p, piece, end, words, own, lane, COMPILED)
+        end_group(own, COMPILED)
         v0, v1, v2, v3 = _load_vector(vector, at, MULTIPLY, COMPILED)
         x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
         x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
@@ -86,7 +94,7 @@ def runs(
             total, target, at = _end_run(total, target, at, runs_of_row, lane, False, L, COMPILED)
         else:
             _store(target, run, m0, m1, m2, m3)
-    _wait(own, COMPILED)
+    wait(own, _AHEAD, COMPILED)
     v0, v1, v2, v3 = _load_vector(vector, at, MULTIPLY, COMPILED)
     x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
     x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
@@ -98,84 +106,8 @@ def runs(
         total, target, at = _end_run(total, target, at, runs_of_row, lane, True, L, COMPILED)
     else:
         _store(target, _RUNS - 1, m0, m1, m2, m3)
-    if COMPILED:  # pieces that nobody needs may be in flight
-        tl.inline_asm_elementwise(
-            "cp.async.wait_all; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
-        )
+    wait_all(own, COMPILED)
     return x, p - skipped
-
-
-@triton.jit
-def to_shared(tables, L: tl.constexpr, COMPILED: tl.constexpr):
-    """Where the memory of a program is, once all its threads have put the table there: [L]."""
-    start = tl.zeros([L], tl.int64) + tables.to(tl.int64)
-    if COMPILED:
-        shared = tl.inline_asm_elementwise(
-            _filling(L), "=r,l", [start], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-    else:
-        shared = start.to(tl.int32)
-    return shared
-
-
-@triton.constexpr_function
-def _filling(threads):
-    turns = range(SCALE // (4 * threads))
-    words = [", ".join(f"w{4 * turn + k}" for k in range(4)) for turn in turns]
-    loads = [f"ld.global.v4.b32 {{{words[i]}}}, [from + {16 * threads * i}];" for i in turns]
-    stores = [f"st.shared.v4.b32 [to + {16 * threads * i}], {{{words[i]}}};" for i in turns]
-    return f"""{{
-        .shared .align 16 .b8 memory[{_TABLE_BYTES.value + threads // LANES * _WARP_BYTES.value}];
-        .reg .b32 first, to, w<{4 * len(turns)}>;
-        .reg .b64 from;
-        mov.u32 first, memory;
-        mov.u32 to, %tid.x;
-        mul.wide.u32 from, to, 16;
-        add.s64 from, from, $1;
-        shl.b32 to, to, 4;
-        add.u32 to, to, first;
-        {" ".join([*loads, *stores])}
-        bar.sync 0;
-        mov.u32 $0, first;
-        }}"""
-
-
-@triton.jit
-def _copy_words(p, piece, end, words, own, lane, COMPILED: tl.constexpr):
-    """Begin to copy the next piece if its place has been read: how many were begun. None from `end` on."""
-    if COMPILED:
-        piece = tl.inline_asm_elementwise(
-            _copying(), "=r,r,r,r,l,r,r", [p, piece, end, words.to(tl.int64), own, lane],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    return piece
-
-
-@triton.constexpr_function
-def _copying():
-    return f"""{{
-        .reg .pred next;
-        .reg .b32 at, to, size;
-        .reg .b64 from;
-        mul.lo.s32 at, $2, {PIECE};
-        sub.s32 size, $1, at;
-        setp.ge.s32 next, size, -{PIECE * (PIECES - 1)};
-        @!next bra DONE;
-        shl.b32 to, $6, 3;
-        add.s32 at, at, to;
-        mad.wide.s32 from, at, 2, $4;
-        sub.s32 size, $3, at;
-        shl.b32 size, size, 1;
-        max.s32 size, size, 0;
-        min.s32 size, size, 16;
-        and.b32 to, at, {PIECE * PIECES - 1};
-        shl.b32 to, to, 1;
-        add.u32 to, to, $5;
-        cp.async.cg.shared.global [to], [from], 16, size;
-        DONE:
-        selp.s32 at, 1, 0, next;
-        add.s32 $0, $2, at;
-        }}"""
 
 
 @triton.jit
@@ -196,83 +128,13 @@ def _place_of(run, own, lane):
 
 
 @triton.jit
-def _end_group(own, COMPILED: tl.constexpr):
-    if COMPILED:
-        tl.inline_asm_elementwise(
-            "cp.async.commit_group; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _wait(own, COMPILED: tl.constexpr):
-    """For all groups of the warp but the last ones, and for the other lanes."""
-    if COMPILED:
-        tl.inline_asm_elementwise(_waiting(), "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.constexpr_function
-def _waiting():
-    return f"cp.async.wait_group {AHEAD - 1}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
-
-
-@triton.jit
 def _step(
     x, p, words, end, tables, exponents, lowest, own, shared,
     IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane: its exponents. `p` counts the words taken so far."""
-    if COMPILED:
-        entry = tl.inline_asm_elementwise(
-            "{ .reg .b32 at; and.b32 at, $1, 4095; shl.b32 at, at, 2; add.u32 at, at, $2;"
-            " ld.shared.b32 $0, [at]; }",
-            "=r,r,r", [x, shared], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        entry = tl.load(tables + (x & _SLOTS)).to(tl.uint32, bitcast=True)
-    x = ((entry >> 4) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
-    if COMPILED:
-        x, p = tl.inline_asm_elementwise(
-            _refilling(), "=r,=r,r,r,r,r", [x, p, own, (1 << tl.arange(0, L) % _LANES) - 1],
-            dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        x, p = refilled(x, p, words, end, L)
+    x, p, entry = next_entry(x, p, words, end, tables, own, shared, 4, L, COMPILED)
     return x, p, _exponents_of(entry, exponents, lowest, IN_A_ROW, M, COMPILED)
-
-
-@triton.jit
-def refilled(x, p, words, end, L: tl.constexpr):
-    """States, those that were small with the next words before `end` in the order of lanes, and words taken.
-
-    Without instructions of a warp: for the interpreter.
-    """
-    need = x < _LOWER
-    flags = tl.reshape(need.to(tl.int32), [L // _LANES, _LANES])
-    at = p + tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
-    word = tl.load(words + at, mask=need & (at < end), other=0).to(tl.uint32)
-    p += tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // _LANES, _LANES]), [L])
-    return tl.where(need, (x << 16) | word, x), p
-
-
-@triton.constexpr_function
-def _refilling():
-    return f"""{{
-        .reg .pred need;
-        .reg .b32 ballot, lower, at, word, filled, all;
-        setp.lo.u32 need, $2, 65536;
-        vote.sync.ballot.b32 ballot, need, 0xffffffff;
-        and.b32 lower, $5, ballot;
-        popc.b32 at, lower;
-        add.s32 at, at, $3;
-        and.b32 at, at, {PIECE * PIECES - 1};
-        shl.b32 at, at, 1;
-        add.u32 at, at, $4;
-        @need ld.shared.u16 word, [at];
-        prmt.b32 filled, $2, word, 0x1054;
-        selp.b32 $0, filled, $2, need;
-        popc.b32 all, ballot;
-        add.s32 $1, $3, all;
-        }}"""
 
 
 @triton.jit
@@ -403,9 +265,3 @@ def _merged(e, fields, HALF: tl.constexpr, COMPILED: tl.constexpr):
         two = fields >> (16 * HALF)
         twice = (two & 0xFF) * 0x101 | ((two >> 8) & 0xFF) * 0x1010000
     return e | (twice & 0x807F807F)
-
-
-@triton.jit
-def joined(low, high):
-    """Two words of 32 bits in one."""
-    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)

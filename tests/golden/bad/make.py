@@ -273,6 +273,45 @@ def delta(dtype: str = "BF16") -> Parts:
     return Parts(header, manifest, entries).seal()
 
 
+def quantized(
+    codes: np.ndarray | None = None, table: rans.Table | None = None, columns: bool = False
+) -> Parts:
+    """A container with one quantized tensor `w`, BF16 of 3 rows of 100 weights: codes of 5 bits from -4 to 4.
+
+    The step is 1, and so are the factors of the rows and, if there are any, of the columns.
+    """
+    codes = (np.arange(300) * 2654435761 >> 7) % 9 - 4 if codes is None else codes
+    shifted = (codes + 16).astype(np.uint8)
+    table = table or rans.build_table(np.bincount(shifted, minlength=256), None)
+    encoded = rans.encode(shifted, table)
+    patterns = (codes.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+    grid = np.array([1], "<f4").tobytes() + bytes([128] * (103 if columns else 3))
+    data = {
+        "table": stream_table(table), "index": pad(encoded.index.tobytes()),
+        "words": pad(encoded.words.tobytes()), "grid": pad(grid),
+    }  # fmt: skip
+    streams: dict[str, Entry] = {f"w:{s}": ("U16", [len(d) // 2], d) for s, d in data.items()}
+    streams["w:grid"] = ("U8", [len(data["grid"])], data["grid"])
+    record = {
+        "scheme": "quantized", "checksum": checksum(patterns), "code_bits": 5, "row_factors": True,
+        "streams": dict.fromkeys(data, ""), "original": "0" * 16,
+        "loss": {"max_relative": 1, "rms_relative": 0.5, "relative_l2": 0.5},
+    }  # fmt: skip
+    if columns:
+        record["column_factors"] = True
+    header = safetensors({"w": ("BF16", [3, 100], patterns)})[: -len(patterns)]
+    manifest = {"version": 1, "requires": ["quantized"], "header": "", "tensors": {"w": record}}
+    return Parts(header, manifest, streams).seal()
+
+
+def quantized_escaping() -> Parts:
+    """A quantized tensor whose one block has an escape at position 5: code 10."""
+    codes = np.zeros(300, np.int64)
+    codes[5] = 10
+    table = rans.Table(1, np.array([15, 16], np.uint16), np.array([96, 4000], np.uint16))
+    return quantized(codes, table)
+
+
 def the_base() -> Parts:
     """A delta with one tensor `w` that is the base's."""
     parts = raw()
@@ -531,6 +570,11 @@ def without_weights(parts: Parts) -> None:
     set_record(checksum=checksum(b""))(parts)
 
 
+def pairs_of_9_bits(parts: Parts) -> None:
+    set_record(code_bits=9)(parts)
+    set_words("table", 0, 2)(parts)
+
+
 TERNARY_FIELDS = {"scheme": "ternary", "quantizer": "exact", "packing": TRITS, "scale_dtype": "F32"}
 
 BAD: dict[str, Callable[[], bytes]] = {
@@ -775,6 +819,44 @@ BAD: dict[str, Callable[[], bytes]] = {
     "delta_list_behind_the_end": of(delta, set_list(2, 300)),
     "delta_list_with_a_digit_of_0": of(delta, set_list(1, 0)),
     "delta_list_with_a_digit_too_large": of(lambda: delta("F8_E4M3"), set_list(3, 256)),
+    # Quantized weights
+    "quantized_without_requirement": of(quantized, set_manifest(requires=None)),
+    "quantized_code_bits_missing": of(quantized, set_record(code_bits=...)),
+    "quantized_code_bits_1": of(quantized, set_record(code_bits=1)),
+    "quantized_code_bits_2": of(quantized, set_record(code_bits=2)),
+    "quantized_code_bits_17": of(quantized, set_record(code_bits=17)),
+    "quantized_code_bits_true": of(quantized, set_record(code_bits=True)),
+    "quantized_row_factors_1": of(quantized, set_record(row_factors=1)),
+    "quantized_column_factors_that_are_not_there": of(quantized, set_record(column_factors=True)),
+    "quantized_loss_missing": of(quantized, set_record(loss=...)),
+    "quantized_of_integers": of(quantized, set_original(dtype="I16")),
+    "quantized_of_nothing": of(quantized, set_original(shape=[0], data_offsets=[0, 0])),
+    "quantized_of_too_many_weights": of(
+        quantized, set_original(shape=[1, 1 << 40], data_offsets=[0, 1 << 41])
+    ),
+    "quantized_of_too_many_rows": of(
+        quantized, set_original(shape=[1 << 40, 1], data_offsets=[0, 1 << 41])
+    ),
+    "quantized_step_nan": of(quantized, set_bytes("grid", 0, 0, 0, 0xC0, 0x7F)),
+    "quantized_step_infinite": of(quantized, set_bytes("grid", 0, 0, 0, 0x80, 0x7F)),
+    "quantized_step_0": of(quantized, set_bytes("grid", 0, 0, 0, 0, 0)),
+    "quantized_step_negative": of(quantized, set_bytes("grid", 0, 0, 0, 0x80, 0xBF)),
+    "quantized_step_subnormal": of(quantized, set_bytes("grid", 0, 0xFF, 0xFF, 0x7F, 0)),
+    "quantized_step_too_large": of(quantized, set_bytes("grid", 0, 0, 0, 0, 0x7E)),
+    "quantized_step_times_factor_too_large": of(quantized, set_bytes("grid", 0, 0, 0, 0x80, 0x7B, 0xFF)),
+    "quantized_grid_too_long": of(quantized, resize("grid", 16)),
+    "quantized_grid_too_short": of(lambda: quantized(columns=True), resize("grid", -16)),
+    "quantized_grid_damaged": of(quantized, set_bytes("grid", 2, 0x81), seal=False),
+    "quantized_table_beyond_the_bits": of(quantized, set_table(1, [16, 32], [96, 4000])),
+    "quantized_table_too_long": of(quantized, resize("table", 16)),
+    "quantized_pairs_of_9_bits": of(quantized, pairs_of_9_bits),
+    "quantized_index_too_long": of(quantized, resize("index", 16)),
+    "quantized_index_counts_too_many": of(quantized, set_words("index", 0, 40000)),
+    "quantized_words_too_long": of(quantized, resize("words", 16)),
+    "quantized_block_with_a_wrong_state": of(quantized, set_words("words", 33, 0)),
+    "quantized_block_with_too_many_escapes": of(quantized, set_words("words", 0, 65535)),
+    "quantized_escape_behind_the_end": of(quantized_escaping, set_escape(0, 300)),
+    "quantized_escape_of_6_bits": of(quantized_escaping, set_escape(1, 32)),
     "pool_without_requirement": of(pooled, set_manifest(requires=None)),
     "pool_of_nothing": of(raw, set_manifest(requires=["pool"])),
     "pool_missing": of(pooled, lambda p: p.entries.pop("neuzip:pool") and None),
@@ -818,6 +900,9 @@ def good() -> Iterator[tuple[str, bytes]]:
         "ternary row": lambda: ternary(TRITS, 100, "F16"),
         "ternary words": lambda: ternary(WORDS),
         "ternary words group": lambda: ternary(WORDS, 7),
+        "quantized": quantized,
+        "quantized escaping": quantized_escaping,
+        "quantized columns": lambda: quantized(columns=True),
     }
     makers |= {dtype: (lambda d=dtype: lossless(d)) for dtype in FORMATS}  # type: ignore[misc]
     for name, make in makers.items():

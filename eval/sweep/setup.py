@@ -14,6 +14,7 @@ from neuzip.compress.schemes.truncated import BLOCK_SIZES
 from neuzip.compress.workspace import locked, remove, writing
 from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.eval.yardsticks.names import NAMES, parse_yardsticks
 from neuzip.formats.records import is_block_size
 
 SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0"
@@ -25,10 +26,11 @@ WORK = ".neuzip-sweep"
 
 @dataclass(frozen=True)
 class SweepScheme:
-    """One row: lossless (None), or matrices rounded to `mantissa_bits`, in blocks or not."""
+    """One row: lossless, matrices rounded to `mantissa_bits`, in blocks or not, or a `yardstick`."""
 
     mantissa_bits: int | None = None
     block_size: int | None = None
+    yardstick: str | None = None
 
     @property
     def label(self) -> str:
@@ -37,6 +39,8 @@ class SweepScheme:
         >>> SweepScheme().label, SweepScheme(3).label, SweepScheme(3, 512).label
         ('lossless', 'k3', 'k3b512')
         """
+        if self.yardstick is not None:
+            return self.yardstick
         if self.mantissa_bits is None:
             return "lossless"
         return f"k{self.mantissa_bits}" + (f"b{self.block_size}" if self.block_size else "")
@@ -47,28 +51,29 @@ class SweepScheme:
         return rules_of_options(self.mantissa_bits, str(self.block_size) if self.block_size else "none")
 
 
-def parse_schemes(schemes: str, blocks: str | None) -> list[SweepScheme]:
-    """The rows that --schemes and --blocks (None: BLOCKS) ask for, each once. Raises UsageError.
+def kind_of(label: str) -> str:
+    """What a row of this label is: lossless, rounded or yardstick.
 
-    >>> [s.label for s in parse_schemes("lossless,k3,k0b64", "32,512")]
-    ['lossless', 'k3', 'k3b32', 'k3b512', 'k0b64']
+    >>> kind_of("lossless"), kind_of("k3b512"), kind_of("q4_0")
+    ('lossless', 'rounded', 'yardstick')
+    """
+    return "lossless" if label == "lossless" else "rounded" if label.startswith("k") else "yardstick"
+
+
+def parse_schemes(schemes: str, blocks: str | None, yardsticks: str = "none") -> list[SweepScheme]:
+    """The rows that --schemes, --blocks (None: BLOCKS) and --yardsticks ask for, each once.
+
+    Raises UsageError.
+
+    >>> [s.label for s in parse_schemes("lossless,k3,k0b64", "32,512", "q4_0")]
+    ['lossless', 'k3', 'k3b32', 'k3b512', 'k0b64', 'q4_0']
     """
     sizes = [
         _block_size("blocks", size) for size in (BLOCKS if blocks is None else blocks).split(",") if size
     ]
     rows: list[SweepScheme] = []
     for name in filter(None, (part.strip() for part in schemes.split(","))):
-        parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
-        if parts is None:
-            raise UsageError(
-                f"`schemes`: there is no scheme {name!r}", "write lossless, k3 for 3 mantissa bits, or k3b512"
-            )
-        if parts[1] is None:
-            rows.append(SweepScheme())
-        elif parts[2] is not None:
-            rows.append(SweepScheme(int(parts[1]), _block_size("schemes", parts[2])))
-        else:
-            rows += [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
+        rows += _rows_of(name, sizes)
     if blocks and not any(one.mantissa_bits is not None for one in rows if one.block_size is None):
         raise UsageError(
             f"`blocks={blocks!r}` has no effect: no scheme of {schemes} has mantissa bits and no block size",
@@ -78,7 +83,23 @@ def parse_schemes(schemes: str, blocks: str | None) -> list[SweepScheme]:
         raise UsageError("`schemes`: names none", f"for example `schemes={SCHEMES!r}`")
     for scheme in rows:
         _ = scheme.rules  # which says of a number of bits that there is none
+    rows += [SweepScheme(yardstick=name) for name in parse_yardsticks(yardsticks)]
     return list(dict.fromkeys(rows))
+
+
+def _rows_of(name: str, sizes: list[int]) -> list[SweepScheme]:
+    """The rows of one scheme of --schemes: rounded ones also in blocks of `sizes`."""
+    parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
+    if parts is None:
+        hint = "write lossless, k3 for 3 mantissa bits, or k3b512"
+        if name in NAMES:
+            hint = f"{name} is a yardstick: `yardsticks={name!r}`"
+        raise UsageError(f"`schemes`: there is no scheme {name!r}", hint)
+    if parts[1] is None:
+        return [SweepScheme()]
+    if parts[2] is not None:
+        return [SweepScheme(int(parts[1]), _block_size("schemes", parts[2]))]
+    return [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
 
 
 def _block_size(parameter: str, text: str) -> int:

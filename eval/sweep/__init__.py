@@ -1,0 +1,1 @@
+"""Many schemes and yardsticks on one checkpoint: `neuzip sweep`."""

@@ -1,0 +1,59 @@
+"""Packed weights of a uniform grid, decoded and multiplied in plain torch: slow, and easy to check."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from neuzip.kernels.grid_linear.form import SLOTS, TILE_ROWS, TURN, columns_of_slots, word_count
+from neuzip.kernels.grid_linear.tensor import GridTensor
+
+
+def codes(packed: GridTensor, rows: Tensor) -> Tensor:
+    """The codes (int64) of some rows, [rows, in], with 0 for escapes."""
+    columns, fields = packed.shape[1], packed.fields
+    words = packed.words[rows // TILE_ROWS, :, :, rows % 8, rows % TILE_ROWS // 8].to(torch.int64)
+    words &= (1 << 32) - 1  # [rows, width, groups]
+    spare = torch.zeros_like(words[:, 0])
+    for word in words.unbind(1):
+        spare = spare << fields.spare | word >> 32 - fields.spare
+    all_words = [*words.unbind(1), spare]
+    places = [fields.place(slot) for slot in range(SLOTS)]
+    by_slot = torch.stack([all_words[word] >> bit for word, bit in places], -1) & (1 << packed.width) - 1
+    order = columns_of_slots(columns).to(words.device)
+    by_column = torch.empty(len(rows), -(-columns // TURN) * TURN, dtype=torch.int64, device=words.device)
+    by_column[:, order] = by_slot.flatten(1) - fields.bias
+    return by_column[:, :columns]
+
+
+def decode(packed: GridTensor, rows: slice | Tensor | None = None) -> Tensor:
+    """The weights that were packed, bit for bit: all rows, those of a slice, or those of a list (int64)."""
+    if not isinstance(rows, Tensor):
+        rows = torch.arange(packed.shape[0], device=packed.device)[rows or slice(None)]
+    steps = packed.row_steps[rows][:, None]
+    if packed.has_columns:
+        steps = steps * _factors_by_column(packed)
+    dense = (codes(packed, rows).to(torch.float32) * steps).to(packed.dtype)
+    starts = packed.row_start.to(torch.int64)
+    counts = starts[rows + 1] - starts[rows]
+    row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    at = starts[rows][row] + torch.arange(len(row), device=rows.device) - before
+    entries = packed.escapes[at]
+    dense.view(torch.int16)[row, (entries & 0xFFFF).long()] = (entries >> 16).to(torch.int16)
+    return dense
+
+
+def matmul(x: Tensor, packed: GridTensor) -> Tensor:
+    """x @ weights.T in fp64, [rows, in] to [rows, out]."""
+    return x.double() @ decode(packed).double().T
+
+
+def _factors_by_column(packed: GridTensor) -> Tensor:
+    """Factors of columns, [in]."""
+    columns = packed.shape[1]
+    groups = word_count(columns)
+    by_slot = packed.column_factors.view(-1, 8, 4, 4).transpose(1, 2).reshape(-1, SLOTS)[:groups].flatten()
+    by_column = torch.ones(-(-columns // TURN) * TURN, device=packed.device)
+    by_column[columns_of_slots(columns).to(packed.device)] = by_slot
+    return by_column[:columns]

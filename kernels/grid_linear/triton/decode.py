@@ -1,0 +1,108 @@
+"""Packed weights of a uniform grid to dense ones, in Triton: all rows of a range, or those of a list.
+
+A program has 16 rows and some words of each; a thread unpacks one word of every plane of one row at a time,
+32 weights. Behind a barrier the same program writes the escapes of its rows and columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from neuzip.kernels.device.launch import is_compiled, launch
+from neuzip.kernels.grid_linear.tensor import GridTensor
+from neuzip.kernels.grid_linear.triton.words import load_factors, weights_of, with_spare
+from neuzip.kernels.packed_linear.triton.slots import columns_of_word
+from neuzip.kernels.tuning import launch_for
+
+
+def decode(packed: GridTensor, start: int, dense: torch.Tensor) -> None:
+    """Write as many rows as `dense` [rows, in] has, from row `start` on."""
+    _decode(packed, start, None, dense)
+
+
+def rows(packed: GridTensor, ids: torch.Tensor, dense: torch.Tensor) -> None:
+    """Write the rows that `ids` [rows] name to `dense` [rows, in]; NaNs where there is no such row."""
+    _decode(packed, 0, ids, dense)
+
+
+def _decode(packed: GridTensor, start: int, ids: torch.Tensor | None, dense: torch.Tensor) -> None:
+    count, columns = dense.shape
+    if not dense.numel():
+        return
+    lanes = packed.words.shape[2]
+    config = launch_for("grid_linear.decode", packed.device)
+    half = packed.dtype == torch.float16
+    launch(
+        _decode_rows, (triton.cdiv(count, 16), triton.cdiv(lanes, config["words"])),
+        dense.view(torch.int16), packed.words, packed.row_steps, packed.column_factors, packed.row_start,
+        packed.escapes, ids, start, count, packed.shape[0], columns, lanes, WORDS=config["words"],
+        WIDTH=packed.width, COLUMNS=packed.has_columns, HALF=half, COMPILED=is_compiled(_decode_rows),
+        PAIRS=columns % 2 == 0 and dense.data_ptr() % 4 == 0, WARPS=config["warps"],
+        num_warps=config["warps"], device=packed.device,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["start", "count", "N", "K", "C"],
+    do_not_specialize_on_alignment=["dense", "row_start", "escapes", "ids"],
+)
+def _decode_rows(
+    dense, words, row_steps, column_factors, row_start, escapes, ids, start, count, N, K, C,
+    WORDS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    COMPILED: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """16 rows of `dense`, and the columns of WORDS words, a multiple of 4, of each."""
+    AT_ONCE: tl.constexpr = 2 * WARPS  # words of a row
+    t = tl.arange(0, 32 * WARPS)
+    own, lane = t % 16, t // 16
+    # Neighbouring threads read neighbouring words: those of rows r and r + 8 lie side by side.
+    place = tl.program_id(0) * 16 + own // 2 + own % 2 * 8
+    here = place < count
+    if ids is None:
+        n = tl.where(here, start + place, 0)
+        known = here
+    else:
+        n = tl.load(ids + place, mask=here, other=0)
+        known = here & (n >= 0) & (n < N)
+        n = tl.where(known, n, 0).to(tl.int32)
+    step = tl.load(row_steps + n)
+    at = (n // 16).to(tl.int64) * (WIDTH * C * 16) + n % 8 * 2 + n % 16 // 8
+    to = dense + place.to(tl.int64) * K
+    begin = tl.program_id(1) * WORDS
+    end = tl.minimum(begin + WORDS, C)
+    for turn in range((WORDS + AT_ONCE - 1) // AT_ONCE):
+        c = begin + turn * AT_ONCE + lane
+        inside = c < end
+        group = ()
+        for p in tl.static_range(WIDTH):
+            group += (tl.load(words + at + p * (C * 16) + c * 16, mask=inside & known, other=0),)
+        group = with_spare(group, WIDTH)
+        factors = load_factors(column_factors, tl.minimum(c, C - 1), COLUMNS)
+        column, whole = columns_of_word(c, C)
+        for g in tl.static_range(8):
+            pairs = weights_of(group, step, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+            for half in tl.static_range(2):
+                k = column + tl.where(whole, 16 * g + 8 * half, 4 * g + 2 * half)
+                pair = tl.where(known, pairs[half], 0x7E007E00 if HALF else 0x7FC07FC0)
+                _store_pair(to, k, K, pair, here & inside, PAIRS)
+    tl.debug_barrier()
+    first = tl.load(row_start + n) + lane
+    stop = tl.where(known, tl.load(row_start + n + 1), 0)
+    for more in range(tl.cdiv(tl.max(tl.maximum(stop - first, 0)), AT_ONCE)):
+        entry_at = first + more * AT_ONCE
+        entry = tl.load(escapes + entry_at, mask=entry_at < stop, other=0)
+        k = entry & 0xFFFF
+        mine = (entry_at < stop) & (k >= 32 * begin) & (k < 32 * end)
+        tl.store(to + k, (entry >> 16).to(tl.int16), mask=mine)
+
+
+@triton.jit
+def _store_pair(to, k, K, pair, inside, PAIRS: tl.constexpr):
+    """Columns k and k + 1 of rows that begin at `to`."""
+    if PAIRS:
+        tl.store((to + k).to(tl.pointer_type(tl.int32)), pair, mask=inside & (k < K))
+    else:
+        tl.store(to + k, pair.to(tl.int16), mask=inside & (k < K))
+        tl.store(to + k + 1, (pair >> 16).to(tl.int16), mask=inside & (k + 1 < K))

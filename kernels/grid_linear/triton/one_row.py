@@ -1,0 +1,168 @@
+"""Products of one row with packed weights of a uniform grid, in Triton, by matrix instructions.
+
+Words are shared out as in `packed_linear.triton.linear`: a warp takes 4 words of every plane of 16 rows at a
+time, thread (r, q) word q of rows r and r + 8, and x for the slots 4 r to 4 r + 3 alone, in column r of the
+instruction. Words are read before the previous kernel has ended (PDL), x is not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from neuzip.kernels.device.launch import FREE, PreparedLaunch, is_compiled
+from neuzip.kernels.device.mma_fragments import multiply
+from neuzip.kernels.device.properties import multiprocessors
+from neuzip.kernels.device.reduce import sum_rows
+from neuzip.kernels.grid_linear.tensor import GridTensor
+from neuzip.kernels.grid_linear.triton.words import load_factors, weights_of, with_spare
+from neuzip.kernels.packed_linear.triton.linear import behind, load_pairs
+from neuzip.kernels.packed_linear.triton.words import escapes_of_row, load_escape, load_words
+from neuzip.kernels.tuning import launch_for
+
+
+class OneRowLaunch(NamedTuple):
+    """How a product of one row is launched."""
+
+    warps: int
+    """Warps that share a tile."""
+    ahead: int = 1
+    """Turns by which words and x are prefetched."""
+    registers: int = 128
+    """Registers of a thread, at most."""
+
+
+@functools.cache
+def one_row_launch(tiles: int, lanes: int, has_columns: bool, device: torch.device) -> OneRowLaunch:
+    """The launch for so many tiles and words of a row, from the table of the card."""
+    a_processor = tiles / multiprocessors(device)
+    most = launch_for("grid_linear.one_row_warps", device, tiles=a_processor)["warps"]
+    warps = min(most, triton.next_power_of_2(triton.cdiv(lanes, 4)))
+    config = launch_for("grid_linear.one_row", device, warps=a_processor * warps, columns=has_columns)
+    return OneRowLaunch(warps, config["ahead"], config["registers"])
+
+
+def multiply_one_row(
+    y: torch.Tensor, x: torch.Tensor, packed: GridTensor, bias: torch.Tensor | None,
+    one_row: OneRowLaunch | None = None,
+) -> None:  # fmt: skip
+    """Write x @ weights.T + bias to y [1, out], for x [1, 32 groups].
+
+    `one_row` replaces the launch of the table.
+    """
+    if one_row is None:
+        prepared = packed.once(
+            "one row" if bias is None else "one row and a bias",
+            functools.partial(_prepared, one_row=None, has_bias=bias is not None),
+        )
+    else:
+        prepared = _prepared(packed, one_row, has_bias=bias is not None)
+    prepared((len(packed.words),), y, x.view(torch.int32), x, bias)
+
+
+def _prepared(packed: GridTensor, one_row: OneRowLaunch | None, has_bias: bool) -> PreparedLaunch:
+    """The launch for weights and one row. It takes y, x in pairs of columns, x, and a bias or None."""
+    tiles, _, lanes = packed.words.shape[:3]
+    warps, ahead, registers = one_row or one_row_launch(tiles, lanes, packed.has_columns, packed.device)
+    turns = triton.cdiv(lanes, 4 * warps)
+    return PreparedLaunch(
+        _one_row, FREE, FREE, FREE, packed.words, packed.row_steps, packed.column_factors, packed.row_start,
+        packed.escapes, FREE, packed.shape[0],
+        W=warps, TURNS=turns, AHEAD=min(ahead, turns), EVEN=lanes % (4 * warps) == 0, BIAS=has_bias, C=lanes,
+        WIDTH=packed.width, COLUMNS=packed.has_columns, HALF=packed.dtype == torch.float16,
+        COMPILED=is_compiled(_one_row), num_warps=warps, maxnreg=registers, pdl=True, device=packed.device,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply_next(
+    coming, factors, pairs, sums, step_a, step_b,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Add the products of the next words, of rows r and r + 8, with x to the sums of the 8 instructions."""
+    a = with_spare(coming[0][0], WIDTH)
+    b = with_spare(coming[0][1], WIDTH)
+    added = ()
+    for g in tl.static_range(8):
+        a0, a2 = weights_of(a, step_a, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+        a1, a3 = weights_of(b, step_b, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+        added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, COMPILED),)
+    return added
+
+
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=["y", "x", "row_start", "escapes", "bias"],
+)
+def _one_row(
+    y, pairs_of_x, x, words, row_steps, column_factors, row_start, escapes, bias, N,
+    C: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr,
+    COMPILED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """16 values of y for one row of x: W warps share the columns, 4 words each in turn.
+
+    Words and x are loaded AHEAD turns before they are multiplied.
+    """
+    T: tl.constexpr = 32 * W
+    EL: tl.constexpr = 2 * W  # escapes of a row at a time
+    t = tl.arange(0, T)
+    lane, warp = t % 32, t // 32
+    r, q = lane // 4, lane % 4
+    tile = tl.program_id(0)
+    n = tile * 16 + r + q % 2 * 8  # whose escapes a thread has
+    words += tile.to(tl.int64) * (WIDTH * C * 16)
+    c = warp * 4 + q
+    step_a = tl.load(row_steps + tile * 16 + r)
+    step_b = tl.load(row_steps + tile * 16 + r + 8)
+    first, stop = escapes_of_row(row_start, tl.minimum(n, N - 1), warp * 2 + q // 2)
+
+    # Of the turns to come, the next first.
+    coming = ()
+    for i in tl.static_range(AHEAD):
+        k = i * (4 * W) + c
+        coming += (load_words(words, k * 16 + r * 2, k < C, WIDTH, C, EVEN),)
+    if USE_PDL:
+        cuda.gdc_wait()  # for x
+    pairs = ()
+    for i in tl.static_range(AHEAD):
+        k = i * (4 * W) + c
+        pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
+    weight, column, there = load_escape(escapes, first, stop, 0, 0, 1.0, HALF, True)
+    fix = weight * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
+    if BIAS:
+        added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    zero = tl.zeros([T], tl.float32)
+    sums = ()
+    for _ in tl.static_range(8):
+        sums += ((zero, zero, zero, zero),)
+    for turn in tl.range(TURNS):
+        factors = load_factors(column_factors, tl.minimum(turn * (4 * W) + c, C - 1), COLUMNS)
+        k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
+        coming += (load_words(words, k * 16 + r * 2, k < C, WIDTH, C, EVEN),)
+        pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
+        sums = _multiply_next(coming, factors, pairs, sums, step_a, step_b, WIDTH, COLUMNS, HALF, W, COMPILED)
+        coming, pairs = behind(coming, 1), behind(pairs, 1)
+    if USE_PDL:
+        cuda.gdc_launch_dependents()  # all words have been asked for
+    for more in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):
+        weight, column, there = load_escape(escapes, first + more * EL, stop, 0, 0, 1.0, HALF, True)
+        fix += weight * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
+
+    # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
+    top, bottom = zero, zero
+    for i in tl.static_range(4):
+        top = tl.where(q == i, sums[2 * i][0] + sums[2 * i + 1][1], top)
+        bottom = tl.where(q == i, sums[2 * i][2] + sums[2 * i + 1][3], bottom)
+    top += tl.where(q % 2 == 0, fix, 0.0)
+    bottom += tl.where(q % 2 == 0, 0.0, fix)
+    top, bottom = sum_rows((top, bottom), W, COMPILED)
+    result = tl.where(q == 0, top, bottom)
+    if BIAS:
+        result += added
+    tl.store(y + n, result.to(y.dtype.element_ty), mask=(n < N) & (warp == 0) & (q < 2))

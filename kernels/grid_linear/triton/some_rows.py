@@ -1,0 +1,128 @@
+"""Products of 2 to 64 rows with packed weights of a uniform grid, in Triton, by instructions of a warp group.
+
+The sharing of work and words, and the kernel that adds the parts up, are those of
+`packed_linear.triton.some_rows`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from neuzip.kernels.device.launch import is_compiled, launch, uses_pdl
+from neuzip.kernels.grid_linear.tensor import GridTensor
+from neuzip.kernels.grid_linear.triton.words import load_factors, weights_of, with_spare
+from neuzip.kernels.packed_linear.triton.operands import fragment, in_order, load_columns, tile_of
+from neuzip.kernels.packed_linear.triton.some_rows import (
+    TILES,
+    add_parts,
+    next_unit,
+    programs_of,
+    tile_and_word,
+)
+from neuzip.kernels.packed_linear.triton.words import load_words
+from neuzip.kernels.tuning import launch_for
+
+
+def multiply_some_rows(
+    y: torch.Tensor, x: torch.Tensor, packed: GridTensor, bias: torch.Tensor | None
+) -> None:
+    """Write x @ weights.T + bias to y [rows, out], for x [rows, 32 groups], 2 to 64 rows."""
+    rows, out, device = x.shape[0], packed.shape[0], x.device
+    tiles, _, lanes = packed.words.shape[:3]
+    half = packed.dtype == torch.float16
+    wide = max(16, triton.next_power_of_2(rows))
+    blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
+    config = launch_for("grid_linear.some_rows", device, rows=wide, columns=packed.has_columns)
+    programs, each = programs_of(blocks * turns, config["programs"], device)
+    own_blocks = 1 + triton.cdiv(each - 1, turns)
+    spread = {"turns": turns, "each": each, "own_blocks": own_blocks}
+    parts = torch.empty(programs, own_blocks, wide, 16 * TILES, dtype=torch.float32, device=device)
+    launch(
+        _some_rows, (programs,),
+        parts, x.view(torch.int32), packed.words, packed.row_steps, packed.column_factors, blocks * turns,
+        out, rows, **spread, BM=wide, W=TILES, EVEN=lanes % 4 == 0, C=lanes, WIDTH=packed.width,
+        COLUMNS=packed.has_columns, HALF=half, COMPILED=is_compiled(_some_rows),
+        USE_PDL=uses_pdl(_some_rows, device), num_warps=TILES, device=device,
+    )  # fmt: skip
+    launch(
+        add_parts, (blocks, wide // 8),
+        y, parts, x, packed.row_start, packed.escapes, bias, 0, 0, 1.0, out, rows, lanes, wide, **spread,
+        HALF=half, BIAS=bias is not None, EMPTY=True, W=TILES, num_warps=TILES, pdl=True, device=device,
+    )  # fmt: skip
+
+
+@triton.jit
+def _steps_of(row_steps, tile, r):
+    """The steps of rows r and r + 8 of a tile."""
+    return tl.load(row_steps + tile * 16 + r), tl.load(row_steps + tile * 16 + r + 8)
+
+
+@triton.jit
+def _unpacked(
+    a, b, step_a, step_b, factors, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    W: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8."""
+    a = with_spare(a, WIDTH)
+    b = with_spare(b, WIDTH)
+    fragments = ()
+    for g in tl.static_range(8):
+        a0, a2 = weights_of(a, step_a, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+        a1, a3 = weights_of(b, step_b, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+        fragments += (fragment(a0, a1, a2, a3, HALF),)
+    return tile_of(fragments, W)
+
+
+@triton.jit(do_not_specialize=["units", "N", "M", "turns", "each", "own_blocks"])
+def _some_rows(
+    parts, pairs_of_x, words, row_steps, column_factors, units, N, M, turns, each, own_blocks,
+    C: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr,
+    BM: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """A share of the products of blocks of W tiles with up to BM rows of x: `each` of all `units`.
+
+    A unit is a block and 128 columns, a turn. What they add to a block goes to parts [programs, own_blocks,
+    BM, 16 W]. Words and x of the next unit are in flight meanwhile.
+    """
+    if USE_PDL:
+        cuda.gdc_launch_dependents()
+    t = tl.arange(0, 32 * W)
+    warp, lane = t // 32, t % 32
+    r, q = lane // 4, lane % 4
+    program = tl.program_id(0)
+    unit = program * each
+    stop = tl.minimum(unit + each, units)
+    tiles = (N + 15) // 16
+    parts += program.to(tl.int64) * own_blocks * (BM * 16 * W)
+    n, m = tl.arange(0, 16 * W)[:, None], tl.arange(0, BM)[None, :]
+    part = m * (16 * W) + n
+    # Block and turn are counted: to divide by a number that is no constant takes 20 instructions.
+    block = unit // turns
+    turn = unit - block * turns
+    tile, c = tile_and_word(block, turn, warp, q, tiles, W)
+    a, b = load_words(words, tile * (WIDTH * C * 16) + c * 16 + r * 2, c < C, WIDTH, C, EVEN)
+    step_a, step_b = _steps_of(row_steps, tile, r)
+    at_hand = load_columns(pairs_of_x, turn, M, C, BM, EVEN)
+    sums = tl.zeros([16 * W, BM], tl.float32)
+    for following in tl.range(unit + 1, stop + 1, num_stages=1):
+        factors = load_factors(column_factors, tl.minimum(c, C - 1), COLUMNS)
+        weights = _unpacked(a, b, step_a, step_b, factors, WIDTH, COLUMNS, HALF, W, COMPILED)
+        now = in_order(at_hand, turn, C, HALF, BM)
+        block, next_turn = next_unit(block, turn, turns)
+        ends = (following == stop) | (next_turn == 0)
+        turn = next_turn
+        tile, c = tile_and_word(block, turn, warp, q, tiles, W)
+        a, b = load_words(words, tile * (WIDTH * C * 16) + c * 16 + r * 2, c < C, WIDTH, C, EVEN)
+        step_a, step_b = _steps_of(row_steps, tile, r)
+        at_hand = load_columns(pairs_of_x, turn, M, C, BM, EVEN)
+        if COMPILED:
+            sums = tl.dot(weights, now, sums)
+        else:
+            sums = tl.dot(weights.to(tl.float32), now.to(tl.float32), sums, input_precision="ieee")
+        if ends:
+            tl.store(parts + part, sums)
+            parts += BM * 16 * W
+            sums = tl.zeros([16 * W, BM], tl.float32)

@@ -1,0 +1,79 @@
+"""Weights on a grid, coded as a container codes them, and their values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from neuzip.kernels import rans
+from neuzip.kernels.dtypes import torch_dtypes
+from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.grid import Grid
+from neuzip.kernels.rans.coded import PATTERNS, CodedGrid, CodedTensor
+
+Codes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CodedSample:
+    """A coded tensor, and the bit patterns of its values as the CPU computes them."""
+
+    coded: CodedTensor
+    patterns: torch.Tensor
+
+
+def gaussian_codes(numel: int, deviation: float, seed: int = 0) -> Codes:
+    """Codes of a normal distribution."""
+    rng = np.random.default_rng(seed)
+    return np.rint(rng.standard_normal(numel) * deviation).astype(np.int64)
+
+
+def bits_of(codes: Codes) -> int:
+    """The fewest bits that hold all codes, 2 at least."""
+    return max(2, int(max(codes.max() + 1, -codes.min(), 1) - 1).bit_length() + 1)
+
+
+def table_of(u: Codes, code_bits: int) -> rans.Table:
+    """The table that an encoder makes for stored codes, from 0 on."""
+    pairs = None
+    if code_bits <= 8:
+        even = u[: u.size // 2 * 2]
+        pairs = np.bincount(even[::2] | even[1::2] << 8, minlength=1 << 16)
+    return rans.build_table(np.bincount(u, minlength=1 << code_bits), pairs)
+
+
+def grid_of(
+    shape: tuple[int, ...], step: float, rows: bool, columns: bool, device: torch.device | str, seed: int = 0
+) -> Grid:
+    """A grid with random factors."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = [
+        torch.randint(40, 200, (n,), dtype=torch.uint8, generator=generator) if has else None
+        for n, has in ((int(np.prod(shape[:-1])), rows), (shape[-1], columns))
+    ]
+    return Grid(step, *factors).to(device)
+
+
+def code_grid(
+    codes: Codes, grid: Grid, dtype: str, device: torch.device | str, table: rans.Table | None = None
+) -> CodedSample:
+    """Code whole numbers of a tensor's shape, on a grid of that shape; `table` is not the best if given."""
+    code_bits = bits_of(codes)
+    u = codes.reshape(-1) + (1 << (code_bits - 1))
+    table = table_of(u, code_bits) if table is None else table
+    encoded = rans.encode(u.astype(np.uint8 if code_bits <= 8 else np.uint16), table)
+
+    def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array.view(np.int16).copy()).to(device)
+
+    held = CodedGrid(grid, codes.shape[-1], code_bits)
+    coded = CodedTensor(
+        FORMATS[dtype], 0, u.size, table, on_device(encoded.index), on_device(encoded.words), grid=held
+    )
+    on_cpu = grid.to("cpu")
+    values = on_cpu.values(torch.from_numpy(codes.astype(np.int16)), torch_dtypes()[dtype])
+    return CodedSample(coded, values.reshape(-1).view(PATTERNS[FORMATS[dtype].bits]))
