@@ -527,7 +527,7 @@ def test_formats_that_quantised_weights_do_not_beat_are_told(readme: Pages, tmp_
     changed = document | {"savings": savings, "calibration": "train"}
     (tmp_path / "sweep-demo.json").write_text(json.dumps(changed))
     rows = rows_of(readme.yardsticks())
-    assert rows["nf4"][2:4] == ["3.50 bits", "22.0 %"]
+    assert rows["nf4"][2:4] == ["3.50 bits", "22.0%"]
     assert rows["q4_0"][3].endswith("**missed**") and "missed" not in rows["nf4"][3]
     assert rows["fp8"][2] == "outside of the curve"
 
