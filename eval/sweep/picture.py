@@ -115,13 +115,13 @@ def _points(axes: Axes, results: Sweep, heights: Mapping[str, float]) -> None:
     axes.margins(x=0.07)
     axes.xaxis.set_major_locator(MultipleLocator(1))
     texts: dict[tuple[float, float], str] = {}
-    said: set[str] = set()
+    written: set[str] = set()
     named = [row.scheme for row in results.rows if row.kind != "quantized"]  # bits4 is 4 on the axis
     for name in sorted(named, key=lambda name: (bits[name], not name.startswith("l"))):
         text = name.partition("b")[0] if name.startswith("k") else name  # the colours tell blocks apart
-        if text not in said:
+        if text not in written:
             texts.setdefault((bits[name], heights[name]), text)
-        said.add(text)
+        written.add(text)
     write_labels(axes, texts, [(bits[name], heights[name]) for name in bits], lines)
 
 
