@@ -24,6 +24,7 @@ from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.container import Container
+from neuzip.formats.hub.push_plan import plan_push
 from neuzip.formats.manifest import check_requirements
 from neuzip.formats.safetensors_file import TensorInfo
 from neuzip.kernels.grid import Grid, Spread, factor_bytes
@@ -334,3 +335,13 @@ def test_lossless_files_require_nothing_new(checkpoint: Path, tmp_path: Path) ->
     compress(checkpoint, tmp_path / "small")
     assert "requires" not in json.loads((tmp_path / "small/neuzip/manifest.json").read_text())
     assert all(r["scheme"] != "quantized" for r in records(tmp_path / "small/model.safetensors").values())
+
+
+def test_a_pushed_folder_requires_the_feature_too(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "README.md").write_text("# Mine\n")
+    compress(checkpoint, tmp_path / "small", RULES)
+    contents = {file.path: file.content for file in plan_push(tmp_path / "small", "me/small").files}
+    manifest = contents["neuzip/manifest.json"]
+    assert isinstance(manifest, bytes)
+    assert json.loads(manifest)["requires"] == ["quantized"]
+    assert json.loads(manifest)["files"]["README.md"]["kind"] == "rewritten"
