@@ -17,7 +17,7 @@ import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_base import DeltaBase
 from neuzip.compress.ranks import Ranks
-from neuzip.compress.rules_file import plan_bytes, read_plan_file
+from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan_file
 from neuzip.compress.schemes import codec_for
 from neuzip.compress.schemes.codec import TensorInput
 from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, shifted
@@ -83,7 +83,7 @@ def run(neuzip: Speak, *arguments: object) -> dict[str, Any]:
 
 def test_it_goes_through_all_commands_and_loaders(checkpoint: Path, tmp_path: Path, neuzip: Speak) -> None:
     plan, small, back = (tmp_path / name for name in ("plan.toml", "small", "back"))
-    plan.write_bytes(plan_bytes([Rule("*", replace(STEP, row_factors=True), 2)], []))
+    plan.write_bytes(plan_bytes(PlanFile((Rule("*", replace(STEP, row_factors=True), 2),)), []))
     assert 'scheme = "quantized"\nstep = 0.05\nrow_factors = true' in plan.read_text()
     planned = run(neuzip, "compress", checkpoint, small, "--plan", plan, "--dry-run")
     report = run(neuzip, "compress", checkpoint, small, "--plan", plan)
