@@ -19,7 +19,7 @@ OBJECTS: Mapping[str, Keys] = {
         dtype          : string - dtype as safetensors writes it
         shape          : list of integer - shape
         scheme         : string - how the tensor is stored: raw, lossless, `k=3` (3 mantissa bits), ternary,
-        | alias (same bytes as an earlier tensor), or as in the base
+        | quantized (with the bits of a code), alias (same bytes as an earlier tensor), or as in the base
         original_bytes : integer [bytes] - size before
         stored_bytes   : integer or null [bytes] - size after, without headers; predicted in a dry run, null
         | if unknown

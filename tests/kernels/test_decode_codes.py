@@ -44,7 +44,9 @@ def sample(
     rng = np.random.default_rng(1)
     where = rng.integers(0, codes.size, min(codes.size // 50, 3))
     far = codes.copy()
-    far[where] = rng.choice([-100, 100, 90, -77], where.size) if deviation < 3 else [-900, 899, 500][: where.size]
+    far[where] = (
+        rng.choice([-100, 100, 90, -77], where.size) if deviation < 3 else [-900, 899, 500][: where.size]
+    )
     table = table_of(codes + (1 << (bits_of(far) - 1)), bits_of(far))
     grid = grid_of(shape, 0.0173, rows, columns, DEVICE)
     return code_grid(far.reshape(shape), grid, dtype, DEVICE, table)
@@ -239,7 +241,7 @@ def test_words_are_there_when_they_are_needed() -> None:
             taken = [256] * 63 if most == 256 else rng.integers(0, most + 1, 63).tolist()
             for words in [*taken, 0]:
                 there = [n for group in groups[: len(groups) - (stream_codes.AHEAD - 1)] for n in group]
-                begun = sum(groups, [])
+                begun = [n for group in groups for n in group]
                 begins = [len(begun)] if p >= (len(begun) - (ring.PIECES - 1)) * ring.PIECE else []
                 groups.append(begins)
                 for piece in {p // ring.PIECE, (p + 255) // ring.PIECE}:
