@@ -129,13 +129,14 @@ def compared(mixture: Path, valid: Path, test: Path) -> tuple[list[dict[str, Any
     for target in TARGETS:
         for use in ("none", "auto"):
             result = compress_checkpoint(
-                mixture, mixture.with_name("small"), **target, text=valid, expert_use=use, device="cpu",
+                mixture, mixture.with_name("small"), **target, text=valid, scheme="rounded", expert_use=use,
+                device="cpu",
                 overwrite=True,
             )  # fmt: skip
             delivered = result.target
-            assert delivered is not None and delivered.run is not None and delivered.search is not None
+            assert delivered is not None and delivered.comparison is not None and delivered.search is not None
             classes = classes or [asdict(one) for one in delivered.search.experts]
-            kld, elsewhere = delivered.run.comparison.kld.mean, other.run(result.dst).comparison.kld.mean
+            kld, elsewhere = delivered.comparison.kld.mean, other.run(result.dst).comparison.kld.mean
             rows.append(
                 {
                     "target": " ".join(f"{name}={value}" for name, value in target.items()),

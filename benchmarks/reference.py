@@ -64,8 +64,8 @@ HOW_TO = {
 
 PLAN_KEYS = words("""
 match = glob on the tensor's name, required
-scheme = `"raw"`, `"lossless"`, `"truncated"` or `"ternary"`; `"truncated"` if `mantissa_bits` is
-    given, else `"lossless"`
+scheme = `"raw"`, `"lossless"`, `"truncated"`, `"ternary"` or `"quantized"`; `"truncated"` if
+    `mantissa_bits` is given, else `"lossless"`
 mantissa_bits = mantissa bits to keep, 0 to 51; for `truncated`
 block_size = weights that share a per-block scale, a power of two from 8 to 16,384; for `truncated`
 min_dimensions = the rule applies only to tensors with at least this many dimensions
@@ -74,6 +74,9 @@ group = weights of a row that share a scale, or `"row"`; without it one scale pe
     `ternary`
 packing = `"trits"` (1.6 bits per weight) or `"2bit"`; for `ternary`
 scale_dtype = `"F32"` or `"F16"`; for `ternary`
+step = distance between neighbouring values, a positive number; for `quantized`, required
+row_factors = true: each row has a factor of the step, by the spread of its weights; for `quantized`
+column_factors = true: each column has a factor of the step, by the spread of its weights; for `quantized`
 """)
 
 TRAIN_KEYS = words("""

@@ -30,7 +30,7 @@ from neuzip.eval.demo import split_topics
 from neuzip.eval.figure_files import svg
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.texts import Document, Text, read_text
-from neuzip.eval.plans.deliver import MAX_TOKENS
+from neuzip.eval.plans.calibration_text import COMPARED
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.plan_search import find_plan
 from neuzip.eval.plans.target_values import max_kld, target_size
@@ -106,7 +106,7 @@ def _plans(
     """Plans of the sizes and of the divergences of the same number of bits everywhere, on a text unseen."""
     device = arguments.device
     calibrated = BaselineComparison(
-        arguments.checkpoint, calibration(arguments.calibration), max_tokens=MAX_TOKENS, device=device
+        arguments.checkpoint, calibration(arguments.calibration), max_tokens=COMPARED, device=device
     )
     judge = BaselineComparison(
         arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens, device=device

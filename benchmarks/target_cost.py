@@ -3,8 +3,8 @@
     python benchmarks/target_cost.py SMALL LARGE [--rounds 3]
 
 Both are checkpoints; LARGE has more bytes. In one thread each runs through `compress --mantissa-bits 3`
-and `compress --target-size 60% --sensitivity weights`. The slope between both checkpoints is the cost per GB,
-without the time to start. Writes benchmarks/results/target_cost.json.
+and `compress --target-size 60% --scheme rounded --sensitivity weights`. The slope between both checkpoints is
+the cost per GB, without the time to start. Writes benchmarks/results/target_cost.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from record import Environment, Measurement, save
 NEUZIP = Path(sys.executable).parent / "neuzip"
 COMMANDS = {
     "three_bits": ("--mantissa-bits", "3"),
-    "target_by_weights": ("--target-size", "60%", "--sensitivity", "weights"),
+    "target_by_weights": ("--target-size", "60%", "--scheme", "rounded", "--sensitivity", "weights"),
 }
 
 

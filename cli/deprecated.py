@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from neuzip.errors import UsageError
 
 NAMES: Mapping[str, Mapping[str, str]] = {
-    "compress": {"--calibration": "--text", "--against": "--base"},
+    "compress": {"--against": "--base"},
     "verify": {"--against": "--original"},
     "eval": {"--base": "--original"},
     "sweep": {"--out": "--output"},
@@ -33,7 +33,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 """By command, what each old name is called now."""
 
 VALUES: Mapping[tuple[str, str, str], tuple[str, str]] = {
-    ("compress", "--calibration", "none"): ("--sensitivity", "weights"),
     ("export", "--activations", "int8"): ("--activations", "b1.58"),
 }
 """By command, option and value, what is to be given now."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from neuzip.choices import Activations, Sensitivity, TernaryPacking, TernaryQuantizer
+from neuzip.choices import Activations, Sensitivity, TargetScheme, TernaryPacking, TernaryQuantizer
 from neuzip.errors import UsageError
 from neuzip.formats.records import TernaryRecord
 
@@ -41,29 +41,46 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A parameter without effect unless `other` is given too. `other_text` is what a message calls that."""
+    """A parameter without effect unless `other` is given too. `other_text` is what a message calls that.
+
+    With `beside`, the check applies only where that parameter is given.
+    """
 
     parameter: str
     other: str
     other_text: str
     hint: str
+    beside: str | None = None
 
     def problem(self, parameters: Mapping[str, object], target: str | None) -> UsageError | None:
         """The error if the parameter is among `parameters`, those that were given, and the other is not."""
         if self.parameter not in parameters or self.other in parameters:
             return None
+        if self.beside is not None and self.beside not in parameters:
+            return None
         return UsageError(f"`{self.parameter}` has no effect without {self.other_text}", self.hint)
 
 
 _WITH_TERNARY = "add `ternary=True`, or leave it out"
-_WITH_TARGET = "add `max_kld`, `max_ppl_increase` or `target_size`, or leave it out"
+_WITH_TARGET = "add `bits`, `max_kld`, `max_ppl_increase` or `target_size`, or leave it out"
+
+ROUNDED = "scheme='rounded'"
+"""What messages call the parameter `scheme`, which differs from its default only so."""
+
+
+def _of_rounding(parameter: str, why: str) -> Requirement:
+    """A parameter that says how mantissas are rounded, so that it has no effect on quantised weights."""
+    return Requirement(
+        parameter, "scheme", f"`{ROUNDED}`: {why}", f"add `{ROUNDED}`, or leave it out", beside=TARGET
+    )
+
 
 CHECKS: tuple[Conflict | Requirement, ...] = (
     Conflict("plan", (*OWN_RULES, "rules"), "write them into the plan"),
     Conflict("rules", (*OWN_RULES, "exclude"), "write them into the rules"),
     Conflict(
         TARGET, ("plan", "rules", "mantissa_bits", "bits_for", "ternary"),
-        "it chooses the mantissa bits itself",
+        "it chooses the precision of each tensor itself",
     ),
     Requirement("ternary_quantizer", "ternary", "`ternary=True`", _WITH_TERNARY),
     Requirement("ternary_group", "ternary", "`ternary=True`", _WITH_TERNARY),
@@ -71,6 +88,12 @@ CHECKS: tuple[Conflict | Requirement, ...] = (
     Requirement("text", TARGET, "a target", _WITH_TARGET),
     Requirement("sensitivity", TARGET, "a target", _WITH_TARGET),
     Requirement("expert_use", TARGET, "a target", _WITH_TARGET),
+    Requirement("scheme", TARGET, "a target", _WITH_TARGET),
+    Requirement("calibration", TARGET, "a target", _WITH_TARGET),
+    Conflict("scheme", ("calibration",), "only quantised weights are calibrated: leave one of them out"),
+    _of_rounding("sensitivity", "the steps of quantised weights follow their Fisher information"),
+    _of_rounding("expert_use", "the step of an expert follows its Fisher information, which counts its use"),
+    _of_rounding("block_size", "quantised weights have no blocks"),
     Conflict(
         "base", ("mantissa_bits", "bits_for", "plan", "rules", "ternary", TARGET),
         "a delta is always exact: leave them out",
@@ -86,8 +109,10 @@ class CompressRequest:
     bits_for       mantissa bits by glob, as "GLOB=K"
     block_size     weights that share a per-block scale, in decimal digits, or "none"
     ternary_group  weights that share a scale, in decimal digits, or "row" or "tensor"
-    expert_use     file of how often experts are chosen, or "auto" or "none"
     target         name of the parameter that sets a target, such as "max_kld"; None without one
+    scheme         how weights are stored for a target
+    calibration    text whose error feedback chooses the codes of quantised weights, or "auto" or "none"
+    expert_use     file of how often experts are chosen, or "auto" or "none"
     """
 
     mantissa_bits: int | None = None
@@ -105,6 +130,8 @@ class CompressRequest:
     allow_destructive: bool = False
     target: str | None = None
     text: str | os.PathLike[str] | None = None
+    scheme: TargetScheme = "quantized"
+    calibration: str | os.PathLike[str] = "auto"
     sensitivity: Sensitivity = "auto"
     expert_use: str | os.PathLike[str] = "auto"
     base: str | os.PathLike[str] | None = None
@@ -172,4 +199,6 @@ class CompressRequest:
 
 def _name(parameter: str, target: str | None) -> str:
     """A parameter as messages call it: a target by the one that sets it."""
+    if parameter == "scheme":
+        return ROUNDED
     return parameter if parameter != TARGET or target is None else target

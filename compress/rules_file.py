@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +27,44 @@ NUMBERS = ("mantissa_bits", "block_size", "min_dimensions")
 DROPPED_LAYERS = "dropped_layers"
 """What a plan file and config.json call the layers that a model was made without."""
 
+MEAN_STEP = "mean_step"
+"""The key of a plan file for the mean step of quantised weights, from which a search chose all steps."""
+
+
+KEYS = ("rule", DROPPED_LAYERS, MEAN_STEP)
+"""Keys of a plan file."""
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What a plan file holds.
+
+    dropped_layers  layers that the model is to lose before the rules apply
+    mean_step       the mean step that a search has found for quantised weights, None without a search
+    """
+
+    rules: tuple[Rule, ...]
+    dropped_layers: tuple[int, ...] = ()
+    mean_step: float | None = None
+
 
 def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
     """Rules from a TOML file: [[rule]] tables in order, with the keys of Rule and Scheme.
 
     Raises NeuzipError (UsageError for an unknown key), also for a plan of a model without some of its layers.
     """
-    rules, dropped = read_plan(path)
-    if dropped:
-        numbers = ", ".join(map(str, dropped))
+    plan = read_plan(path)
+    if plan.dropped_layers:
+        numbers = ", ".join(map(str, plan.dropped_layers))
         raise NeuzipError(
             f"{path}: is a plan of the model without its layers {numbers}: what is left has other numbers",
             "repeat the command in its first line with another `destination`",
         )
-    return rules
+    return list(plan.rules)
 
 
-def read_plan(path: str | os.PathLike[str]) -> tuple[list[Rule], tuple[int, ...]]:
-    """Rules as `read_plan_file`, and `dropped_layers`: those that the model is to lose before they apply."""
+def read_plan(path: str | os.PathLike[str]) -> PlanFile:
+    """A plan from a TOML file. Raises as `read_plan_file`, but not for dropped layers."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -50,15 +72,18 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[list[Rule], tuple[int, ...]
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number too long, nested too deeply
         raise NeuzipError(f"{path}: not a TOML file: {error}") from error
     for key in document:
-        if key not in ("rule", DROPPED_LAYERS):
-            raise unknown_key(path, key, ("rule", DROPPED_LAYERS))
+        if key not in KEYS:
+            raise unknown_key(path, key, KEYS)
     entries, dropped = document.get("rule"), document.pop(DROPPED_LAYERS, [])
     if not isinstance(dropped, list) or not all(type(n) is int and n >= 0 for n in dropped):
         raise NeuzipError(f"{path}: {DROPPED_LAYERS} is no list of numbers of layers")
+    step = document.get(MEAN_STEP)
+    if step is not None and not (type(step) is float and 0 < step < math.inf):
+        raise NeuzipError(f"{path}: {MEAN_STEP} is no positive number")
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "see `neuzip compress --help`")
     rules = [_rule_of(entry, f"{path}: rule {number}") for number, entry in enumerate(entries, 1)]
-    return rules, tuple(dropped)
+    return PlanFile(tuple(rules), tuple(dropped), step)
 
 
 def _rule_of(entry: dict[str, Any], place: str) -> Rule:
@@ -86,12 +111,14 @@ def rule_keys() -> tuple[str, ...]:
     return ("match", "scheme", *NUMBERS, *keys)
 
 
-def plan_bytes(rules: Iterable[Rule], comments: Sequence[str], dropped: Sequence[int] = ()) -> bytes:
-    """Rules as a file that `read_plan` reads; without layers that are `dropped` it says which."""
+def plan_bytes(plan: PlanFile, comments: Sequence[str]) -> bytes:
+    """A plan as a file that `read_plan` reads, which begins with comments."""
     lines = [f"# {_one_line(comment)}" for comment in comments]
-    if dropped:
-        lines += ["", f"{DROPPED_LAYERS} = {list(dropped)}"]
-    for rule in rules:
+    if plan.dropped_layers:
+        lines += ["", f"{DROPPED_LAYERS} = {list(plan.dropped_layers)}"]
+    if plan.mean_step is not None:
+        lines += ["", f"{MEAN_STEP} = {plan.mean_step!r}"]
+    for rule in plan.rules:
         lines += ["", "[[rule]]", *(f"{key} = {_toml(value)}" for key, value in rule.to_json().items())]
     return ("\n".join(lines) + "\n").encode()
 

@@ -346,7 +346,7 @@ def choose(
     last = attempts[-1]
     assert last.product is not None  # at full precision it is the model itself
     return (
-        with_bits(layers, bits_of(layers, offered, last.allocation)),
+        with_bits(layers, bits_of(layers, offered, last.choice)),
         tuple(attempt.estimate.value for attempt in attempts),
         last.product,
     )

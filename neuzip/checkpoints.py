@@ -28,6 +28,7 @@ from neuzip.choices import (
     GgufType,
     LinearClass,
     Sensitivity,
+    TargetScheme,
     TernaryPacking,
     TernaryQuantizer,
     WholeGroup,
@@ -61,8 +62,8 @@ if TYPE_CHECKING:
     from neuzip.compress.export import ExportReport
     from neuzip.eval.measures.difference import CheckpointDifference
     from neuzip.eval.measures.histograms import Inspection
-    from neuzip.eval.plans.deliver import TargetResult
     from neuzip.eval.plans.plan_request import DropLayers
+    from neuzip.eval.plans.target_result import TargetResult
     from neuzip.eval.plans.target_values import RequestedTarget
 
 
@@ -97,10 +98,13 @@ def compress_checkpoint(
     ternary_packing: TernaryPacking = "trits",
     activations: Activations | None = None,
     allow_destructive: bool = False,
+    bits: float | None = None,
     max_kld: float | None = None,
     max_ppl_increase: str | None = None,
     target_size: int | str | None = None,
     text: str | os.PathLike[str] | None = None,
+    calibration: str | os.PathLike[str] = "auto",
+    scheme: TargetScheme = "quantized",
     sensitivity: Sensitivity = "auto",
     expert_use: str | os.PathLike[str] = "auto",
     drop_layers: int | Literal["auto"] = 0,
@@ -126,11 +130,16 @@ def compress_checkpoint(
     `ternary_quantizer` rounds weights that are not ternary yet; that needs `allow_destructive=True`. neuzip
     records `activations` in config.json, for inference.
 
-    `max_kld`, `max_ppl_increase` and `target_size` are targets; give one at most. neuzip then chooses the
-    precision of each tensor, and needs torch and transformers. `max_kld` is a mean KL divergence in nats per
-    token, `max_ppl_increase` an increase of perplexity such as "0.5%", and `target_size` the size of the
-    weight files in bytes or as "60%" or "6GiB". `text` is what to measure on: a UTF-8 file, a folder of them,
-    a dataset of the Hub, or "demo", the default. `sensitivity` is how the loss due to each tensor is
+    `bits`, `max_kld`, `max_ppl_increase` and `target_size` are targets; give one at most. neuzip then chooses
+    the precision of each tensor, and needs torch and transformers. `bits` is the size of the weight files in
+    bits per weight. `max_kld` is a mean KL divergence in nats per token, `max_ppl_increase` an increase of
+    perplexity such as "0.5%", and `target_size` the size of the weight files in bytes or as "60%" or "6GiB".
+    `text` is what to measure on: a UTF-8 file, a folder of them, a dataset of the Hub, or "demo", the
+    default. `scheme` is how weights are stored: "quantized" as integers, "rounded" with fewer mantissa bits.
+    `calibration` is the text that quantised weights are fitted to: "auto" takes the part of `text` that is
+    not used to measure, and "none" rounds every weight to the nearest integer.
+
+    The next three parameters need `scheme="rounded"`. `sensitivity` is how the loss due to each tensor is
     estimated: "measured", "fisher" or "weights". `expert_use` gives rarely chosen experts of a mixture fewer
     bits: "auto" counts how often each is chosen on the text, a file of `neuzip experts --output` says it, and
     "none" treats all experts of a layer alike. `drop_layers` is how many whole layers to drop. "auto" drops
@@ -154,23 +163,25 @@ def compress_checkpoint(
     (True, True)
     """
     require_paths(
-        source=source, destination=destination, plan=plan or "", text=text or "", expert_use=expert_use
+        source=source, destination=destination, plan=plan or "", text=text or "", expert_use=expert_use,
+        calibration=calibration,
     )  # fmt: skip
     require_one_of((*get_args(Activations), None), activations=activations)
     require_one_of(get_args(Sensitivity), sensitivity=sensitivity)
-    goal = _goal(max_kld, max_ppl_increase, target_size)
+    require_one_of(get_args(TargetScheme), scheme=scheme)
+    goal = _goal(max_kld, max_ppl_increase, target_size, bits)
     request = CompressRequest(
         mantissa_bits=mantissa_bits, bits_for=_bits_for(bits_for),
         block_size="none" if block_size is None else str(block_size), include=as_list("include", include),
         exclude=as_list("exclude", exclude), plan=plan, rules=rules, ternary=ternary,
         ternary_quantizer=ternary_quantizer, ternary_group=str(ternary_group),
         ternary_packing=ternary_packing, activations=activations, allow_destructive=allow_destructive,
-        target=None if goal is None else goal.parameter, text=text, sensitivity=sensitivity,
-        expert_use=expert_use, base=base,
+        target=None if goal is None else goal.parameter, text=text, scheme=scheme,
+        calibration=calibration, sensitivity=sensitivity, expert_use=expert_use, base=base,
     )  # fmt: skip
     request.refuse_conflicts()
     if drop_layers:
-        _require_droppable(drop_layers, goal, sensitivity)
+        _require_droppable(drop_layers, goal, scheme, sensitivity)
     rules = request.to_rules()
     named(device)
     require_counts(jobs=jobs)
@@ -181,8 +192,7 @@ def compress_checkpoint(
     path = local("source", source)
     if goal is not None:
         delivered = _reach(
-            goal, path, dst, rules, block_size, None if text is None else os.fspath(text), sensitivity,
-            expert_use, drop_layers, device, jobs, verify, overwrite,
+            goal, path, dst, rules, request, block_size, drop_layers, device, jobs, verify, overwrite,
         )  # fmt: skip
         return CompressionResult(**vars(delivered.report), target=delivered)
     coder = choose(device, weight_bytes(path))
@@ -384,17 +394,19 @@ def pull(
 
 
 def _goal(
-    max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None
+    max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None, bits: float | None
 ) -> RequestedTarget | None:
     from neuzip.eval.plans.target_values import one_goal
 
-    return one_goal(max_kld, max_ppl_increase, target_size)
+    return one_goal(max_kld, max_ppl_increase, target_size, bits)
 
 
-def _require_droppable(layers: DropLayers, goal: RequestedTarget | None, sensitivity: Sensitivity) -> None:
+def _require_droppable(
+    layers: DropLayers, goal: RequestedTarget | None, scheme: TargetScheme, sensitivity: Sensitivity
+) -> None:
     from neuzip.eval.plans.target_request import require_droppable
 
-    require_droppable(layers, goal, sensitivity)
+    require_droppable(layers, goal, scheme, sensitivity)
 
 
 def _reach(
@@ -402,10 +414,8 @@ def _reach(
     path: Path,
     dst: Path,
     rules: Sequence[Rule],
+    request: CompressRequest,
     block_size: int | None,
-    text: str | None,
-    sensitivity: Sensitivity,
-    expert_use: str | os.PathLike[str],
     drop_layers: DropLayers,
     device: AnyDevice,
     jobs: int | None,
@@ -414,13 +424,19 @@ def _reach(
 ) -> TargetResult:
     """Compress to a target."""
     from neuzip.eval.plans.deliver import compress_to_target
-    from neuzip.eval.plans.target_request import prepare_search, text_for
+    from neuzip.eval.plans.target_request import measures_nothing, prepare_search, text_for
 
+    calibration = os.fspath(request.calibration)
+    by_weights = measures_nothing(goal, request.scheme, request.sensitivity, calibration)
+    text = None if request.text is None else os.fspath(request.text)
     search = prepare_search(
-        goal, path, dst, rules, block_size=block_size,
-        text=text_for(goal, sensitivity, text, needed=drop_layers != 0), sensitivity=sensitivity,
-        device=device, jobs=jobs, overwrite=overwrite, drop_layers=drop_layers, expert_use=expert_use,
+        goal, path, dst, rules, scheme=request.scheme, calibration=calibration, block_size=block_size,
+        text=text_for(text, needed=not by_weights or drop_layers != 0), sensitivity=request.sensitivity,
+        device=device, jobs=jobs, overwrite=overwrite, drop_layers=drop_layers,
+        expert_use=request.expert_use,
     )  # fmt: skip
+    if search.request.calibration is not None and search.request.calibration.note:
+        log(search.request.calibration.note)
     return compress_to_target(
         search.request, search.text, search.baseline, unseen,
         command="made by neuzip.compress_checkpoint", verify=verify, overwrite=overwrite,

@@ -37,6 +37,9 @@ TernaryPacking = Literal["trits", "2bit"]
 WholeGroup = Literal["tensor", "row"]
 """Weights that share a scale, where their number follows from the shape."""
 
+TargetScheme = Literal["quantized", "rounded"]
+"""How weights are stored for a target: as codes on a uniform grid, or with fewer mantissa bits."""
+
 Sensitivity = Literal["auto", "measured", "fisher", "weights"]
 """How the loss due to each tensor is estimated."""
 

@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import xxhash
 
-from neuzip.compress.pieces import Bytes
-from neuzip.compress.schemes import ternary_coding
+from neuzip.compress.pieces import Bytes, expect_length, padded
+from neuzip.compress.schemes import quantized_coding, ternary_coding
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError
-from neuzip.formats.records import TernaryRecord
+from neuzip.formats.records import QuantizedRecord, TernaryRecord
+from neuzip.kernels.grid import Grid
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.dtypes import shaped, torch_dtype
 
@@ -93,6 +95,34 @@ def read_ternary(
             lambda name, start, stop: streams[name][start:stop],
             lambda name: streams[name].numel(),
         ).ternary()
+    except FormatError:
+        raise
+    except NeuzipError as error:
+        raise FormatError(path, error.message, tensor=target.name) from error
+
+
+def read_grid(source: FolderSource, tensor: SourceTensor, *, verify: bool = True) -> Grid:
+    """The step and the factors of a tensor that is stored quantized, without its codes.
+
+    `verify` compares what is read with its checksum. Raises FormatError.
+    """
+    target = source.resolve(tensor)
+    path, record = source.checkpoint.root / target.file, target.record
+    assert isinstance(record, QuantizedRecord)
+    extent = next(extent for extent in source.extents(target) if extent.stream == "grid")
+    stored = np.empty(extent.nbytes, np.uint8)
+    source.read_into(target.file, extent.start, stored)
+    checksum = xxhash.xxh3_64(stored.data).hexdigest() if verify else extent.checksum
+    if checksum != extent.checksum:
+        raise FormatError(
+            path, f"has the checksum {checksum} instead of {extent.checksum}: the file is damaged",
+            tensor=target.name, field="grid",
+        )  # fmt: skip
+    rows, columns = bool(record.row_factors), bool(record.column_factors)
+    try:
+        expected = padded(quantized_coding.grid_length(target.info, rows=rows, columns=columns))
+        expect_length("grid", extent.nbytes, expected)
+        return quantized_coding.parse_grid(stored, target.info, rows=rows, columns=columns)
     except FormatError:
         raise
     except NeuzipError as error:

@@ -16,7 +16,7 @@ are stored ternary are BitLinear in all compressed residencies, see `bitlinear`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -31,7 +31,7 @@ from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.expert_memory import ExpertMemory
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
-from neuzip.runtime.weights import CompressedWeight, WeightUse
+from neuzip.runtime.weights import CompressedWeight, GridWeight, WeightUse
 from neuzip.runtime.weights.base import SMALLEST
 
 DTYPES = torch_dtypes_for("packed")
@@ -160,6 +160,14 @@ def compress_parameters(model: nn.Module, residency: str, expert_memory: int | N
             if not is_compressed(parameter):
                 replace(places, parameter, compress(parameter, use, residency, experts, name))
     return memory(model)
+
+
+def settle_arrived(model: nn.Module, compressed: Collection[str]) -> None:
+    """Make packed weights dense that arrived for other parameters than those to be compressed, by name."""
+    places = _places(model)
+    for name, parameter in list(model.named_parameters()):
+        if isinstance(parameter, GridWeight) and name not in compressed:
+            replace(places, parameter, nn.Parameter(parameter.dense()))
 
 
 def decompress_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from neuzip.choices import Activations, AttentionMode, Sensitivity, TernaryPacking, TernaryQuantizer
+from neuzip.choices import (
+    Activations,
+    AttentionMode,
+    Sensitivity,
+    TargetScheme,
+    TernaryPacking,
+    TernaryQuantizer,
+)
 from neuzip.cli import options
 from neuzip.cli.compressing.options import TARGETS, CompressOptions
 from neuzip.cli.output import Output
@@ -21,9 +28,10 @@ EXAMPLES = [
     "neuzip compress my-model small -k 3 --block-size 512",
     "neuzip compress my-model small -k 3 --bits-for '*embed*=4'",
     "neuzip compress my-model mixed --plan plan.toml",
+    "neuzip compress my-model small --bits 4.25",
     "neuzip compress my-model close --max-kld 0.01",
     "neuzip compress my-model fits --target-size 6GiB --text held-out.txt",
-    "neuzip compress my-model shallow --max-kld 0.5 --drop-layers auto",
+    "neuzip compress my-model thin --max-kld 1 --scheme rounded --drop-layers 2",
     "neuzip compress my-model fast --attention auto --text held-out.txt",
     "neuzip compress my-bitnet small --ternary",
     "neuzip compress my-model-tuned tuned.delta --base my-model",
@@ -45,9 +53,9 @@ GROUPS = {
         "mantissa_bits", "bits_for", "block_size", "plan", "include", "exclude",
     ),
     "Choose precision automatically": (
-        "max_kld", "max_ppl_increase", "target_size", "text", "sensitivity", "expert_use",
-        "drop_layers", "attention",
+        "bits", "max_kld", "max_ppl_increase", "target_size", "text", "calibration", "scheme", "attention",
     ),
+    "Only with --scheme rounded": ("sensitivity", "expert_use", "drop_layers"),
     "Ternary weights": (
         "ternary", "ternary_quantizer", "ternary_group", "ternary_packing", "activations",
         "allow_destructive",
@@ -59,10 +67,12 @@ GROUPS = {
 
 NEEDS = {
     "--text": (*TARGETS, "--attention"),
-    "--sensitivity": TARGETS,
-    "--expert-use": TARGETS,
-    "--drop-layers": TARGETS,
-    "--block-size": ("--mantissa-bits", "--bits-for", *TARGETS),
+    "--calibration": TARGETS,
+    "--scheme": TARGETS,
+    "--sensitivity": ("--scheme rounded",),
+    "--expert-use": ("--scheme rounded",),
+    "--drop-layers": ("--scheme rounded",),
+    "--block-size": ("--mantissa-bits", "--bits-for", "--scheme rounded"),
     "--ternary-quantizer": ("--ternary",),
     "--ternary-group": ("--ternary",),
     "--ternary-packing": ("--ternary",),
@@ -188,6 +198,29 @@ DestructiveOption = Annotated[
 PlanOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Use the per-tensor rules of a TOML file, see below")
 ]
+BitsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="B",
+        help="Best quality with at most B bits per weight, such as 4.25: the whole weight files divided"
+        " by the number of weights",
+    ),
+]
+CalibrationOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none|TEXT",
+        help="Text that the quantisation is fitted to. auto: the part of --text that is not used to measure."
+        " none: round every weight to the nearest code",
+    ),
+]
+SchemeOption = Annotated[
+    TargetScheme,
+    typer.Option(
+        help="How to store weights. quantized: entropy-coded integers. rounded: fewer mantissa bits, chosen"
+        " for each tensor; larger at the same quality"
+    ),
+]
 MaxKldOption = Annotated[
     str | None,
     typer.Option(metavar="NATS", help="Smallest result with a mean KL divergence of at most NATS per token"),
@@ -222,10 +255,13 @@ def command(
     bits_for: BitsForOption = None,
     block_size: BlockSizeOption = "none",
     plan: PlanOption = None,
+    bits: BitsOption = None,
     max_kld: MaxKldOption = None,
     max_ppl_increase: MaxPplIncreaseOption = None,
     target_size: TargetSizeOption = None,
     text: TextOption = None,
+    calibration: CalibrationOption = "auto",
+    scheme: SchemeOption = "quantized",
     sensitivity: SensitivityOption = "auto",
     expert_use: ExpertUseOption = "auto",
     drop_layers: DropLayersOption = "none",
@@ -255,7 +291,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     from neuzip.eval.plans.target_values import one_goal
 
-    goal = one_goal(max_kld, max_ppl_increase, target_size)
+    goal = one_goal(max_kld, max_ppl_increase, target_size, bits)
     if goal is not None or attention is not None:
         require(f"`{goal.parameter}`" if goal is not None else "--attention", "torch", "transformers")
         let_threads_sleep()
@@ -268,8 +304,8 @@ def command(
         exclude=exclude or (), plan=plan, ternary=ternary, ternary_quantizer=ternary_quantizer,
         ternary_group=ternary_group, ternary_packing=ternary_packing, activations=activations,
         allow_destructive=allow_destructive, target=None if goal is None else goal.parameter,
-        text=text if attention is None else None, sensitivity=sensitivity,
-        expert_use=expert_use,
+        text=text if attention is None else None, scheme=scheme, calibration=calibration,
+        sensitivity=sensitivity, expert_use=expert_use,
     )  # fmt: skip
     with joined_ranks() as ranks:
         run(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from neuzip.compress.request import CompressRequest
     from neuzip.eval.plans.target_values import RequestedTarget
 
-TARGETS = ("--max-kld", "--max-ppl-increase", "--target-size")
+TARGETS = ("--bits", "--max-kld", "--max-ppl-increase", "--target-size")
 
 TORCHRUN = "torchrun"
 """What stands among options for a run in several processes."""

@@ -43,17 +43,19 @@ def run(out: Output, ranks: Ranks, options: CompressOptions) -> None:
 
     Raises UsageError for options that exclude each other, NeuzipError, and typer.Exit for a missed target.
     """
-    from neuzip.eval.plans.target_request import text_for
+    from neuzip.eval.plans.target_request import measures_nothing, text_for
 
     request, goal, attention = options.request, options.goal, options.attention
     request.refuse_conflicts()
     drop_layers = layers_to_drop(
-        options.drop_layers, goal, sensitivity=request.sensitivity,
+        options.drop_layers, goal, scheme=request.scheme, sensitivity=request.sensitivity,
         excluded="--dry-run" if options.dry_run else "--attention" if attention is not None else None,
     )  # fmt: skip
     if ranks.world > 1:
         _refuse_several_processes(options)
-    text = text_for(goal, request.sensitivity, options.text, needed=attention is not None or drop_layers != 0)
+    by_weights = measures_nothing(goal, request.scheme, request.sensitivity, str(request.calibration))
+    needed = not by_weights or attention is not None or drop_layers != 0
+    text = text_for(options.text, needed=needed)
     rules = request.to_rules()
     refuse_excluded(EXCLUSIONS, options.names(several_processes=ranks.world > 1))
     if options.base is not None:
@@ -160,12 +162,13 @@ def _compress_to_target(
     from neuzip.compress.rules import block_size_of
     from neuzip.eval.plans.target_request import prepare_search
 
+    request = options.request
     with nothing_kept():
         search = prepare_search(
-            goal, path, options.dst, rules, block_size=block_size_of(options.request.block_size), text=text,
-            sensitivity=options.request.sensitivity, device=options.device, jobs=options.jobs,
-            overwrite=options.overwrite, dry_run=options.dry_run, drop_layers=drop_layers,
-            expert_use=options.request.expert_use,
+            goal, path, options.dst, rules, scheme=request.scheme, calibration=str(request.calibration),
+            block_size=block_size_of(request.block_size), text=text, sensitivity=request.sensitivity,
+            device=options.device, jobs=options.jobs, overwrite=options.overwrite, dry_run=options.dry_run,
+            drop_layers=drop_layers, expert_use=request.expert_use,
         )  # fmt: skip
         show_method(out, search)
     if options.dry_run:

@@ -1,4 +1,4 @@
-"""--max-kld, --max-ppl-increase and --target-size of neuzip compress: search a plan, and compress by it."""
+"""The targets of neuzip compress, such as --bits and --max-kld: search a plan, and compress by it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from neuzip.choices import Sensitivity
+from neuzip.choices import Sensitivity, TargetScheme
 from neuzip.cli.output import Output
 from neuzip.cli.show.target import show_result
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
-    from neuzip.eval.plans.deliver import TargetResult
     from neuzip.eval.plans.plan_request import DropLayers
     from neuzip.eval.plans.plan_trials import SearchResult
     from neuzip.eval.plans.target_request import PreparedSearch
+    from neuzip.eval.plans.target_result import TargetResult
     from neuzip.eval.plans.target_values import RequestedTarget
 
 _HINTS = {
@@ -26,7 +26,12 @@ _HINTS = {
 
 
 def layers_to_drop(
-    text: str, goal: RequestedTarget | None, *, excluded: str | None, sensitivity: Sensitivity
+    text: str,
+    goal: RequestedTarget | None,
+    *,
+    excluded: str | None,
+    scheme: TargetScheme,
+    sensitivity: Sensitivity,
 ) -> DropLayers:
     """The value of --drop-layers: a number, 0 for none, or auto. `excluded` names an option beside it.
 
@@ -42,7 +47,7 @@ def layers_to_drop(
             f"--drop-layers {text}: not a number of layers", "give a number of at least 1, auto or none"
         )
     layers: DropLayers = int(text) if is_number else "auto"
-    require_droppable(layers, goal, sensitivity)
+    require_droppable(layers, goal, scheme, sensitivity)
     if excluded is not None:
         raise UsageError(f"--drop-layers {text} excludes {excluded}", _HINTS[excluded])
     return layers
@@ -74,10 +79,10 @@ def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
 
 def predict(out: Output, search: PreparedSearch) -> SearchResult:
     """The plan as far as it can be known without trying it, for --dry-run."""
-    from neuzip.eval.plans.plan_search import find_plan
+    from neuzip.eval.plans.deliver import predicted_plan
 
-    result = find_plan(search.request, search.baseline, out.stage, trials=False)
-    if search.request.method != "weights":
+    result = predicted_plan(search.request, search.baseline, out.stage)
+    if search.request.method != "weights" and result.predicted_kld is not None:
         out.status(f"predicted mean KL divergence of the plan: {result.predicted_kld:.3g} nats per token")
     if any(scheme != "lossless" for scheme, _ in result.schemes):
         out.status("without --dry-run, compress measures plans and corrects them")
@@ -86,8 +91,9 @@ def predict(out: Output, search: PreparedSearch) -> SearchResult:
 
 def reach(out: Output, search: PreparedSearch, *, verify: bool, overwrite: bool) -> TargetResult:
     """Find the plan, compress and measure; show the target next to the result."""
-    from neuzip.eval.plans.deliver import compress_to_target, key_of
+    from neuzip.eval.plans.deliver import compress_to_target
     from neuzip.eval.plans.plan_file import is_search_of
+    from neuzip.eval.plans.target_result import key_of
 
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, baseline = search.request, search.text, search.baseline

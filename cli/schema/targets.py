@@ -8,14 +8,19 @@ from neuzip.cli.schema.table import Keys, keys_of
 
 OBJECTS: Mapping[str, Keys] = {
     "Target": keys_of("""
-        option           : string - the option: --max-kld, --max-ppl-increase or --target-size
+        option           : string - the option: --bits, --max-kld, --max-ppl-increase or --target-size
         asked            : string - its value as given
-        limit            : number - the value as a number: nats per token, or bytes for --target-size
+        limit            : number - the value as a number: nats per token, or bytes for --bits and
+        | --target-size
         met              : boolean or null - whether the result meets the target; null in a dry run
+        scheme           : string - quantized or rounded
+        calibration      : string or null - the text that quantised weights were fitted to
+        calibration_tokens : integer or null - its tokens
         sensitivity      : string - how sensitivities were found: measured, fisher or weights
         text             : string or null - the text they were measured on
         special_tokens   : string - special tokens in front of each window of the text
         plan             : string or null - file of the plan (TOML); null in a dry run
+        mean_step        : number or null - mean step of quantised weights
         delivered        : Comparison or null - the result compared with the original
         predicted_kld    : number or null [nats per token] - mean KL divergence that the plan predicts
         schemes          : map of integer or null - number of tensors of each scheme
@@ -30,9 +35,11 @@ OBJECTS: Mapping[str, Keys] = {
         | layer makes the result smaller
     """),
     "Trial": keys_of("""
-        predicted_kld : number [nats per token] - predicted mean KL divergence
-        bytes         : integer [bytes] - size of the weight files
+        predicted_kld : number or null [nats per token] - predicted mean KL divergence, if it was predicted
+        bytes         : integer [bytes] - size of the weight files; predicted for trials of quantised weights
+        | with a quality target
         comparison    : Comparison or null - compared with the original; null without a text or if not finite
+        mean_step     : number or null - mean step of quantised weights
     """),
     "ExpertsOfUse": keys_of("""
         use             : string - hot, usual, cold or unused

@@ -14,9 +14,9 @@ from neuzip.cli.text import bytes_text, count_text, percent_text
 if TYPE_CHECKING:
     from neuzip.eval.layers.drops import Drop
     from neuzip.eval.measures.estimates import Estimate
-    from neuzip.eval.plans.deliver import TargetResult
     from neuzip.eval.plans.plan_trials import ExpertsOfUse, SearchResult, Trial
     from neuzip.eval.plans.target_request import PreparedSearch
+    from neuzip.eval.plans.target_result import TargetResult
     from neuzip.eval.plans.target_values import CompressionTarget
 
 METHODS = {
@@ -29,14 +29,21 @@ METHODS = {
 def show_method(out: Output, search: PreparedSearch) -> None:
     """Say how the target is going to be reached."""
     request, within = search.request, search.lossless
-    if within is None:
+    if within is not None:
+        share = percent_text(within.lossless, within.original)
+        out.status(
+            f"{request.target}: lossless compression fits, about {bytes_text(within.lossless)} ({share}):"
+            " nothing is lost"
+        )
+    elif request.scheme == "rounded":
         out.status(f"sensitivity: {request.method} ({METHODS[request.method]})")
-        return
-    share = percent_text(within.lossless, within.original)
-    out.status(
-        f"{request.target}: lossless compression fits, about {bytes_text(within.lossless)} ({share}): nothing"
-        " is rounded"
-    )
+    elif request.calibration is None:
+        out.status("calibration: none (every weight is rounded to the nearest code)")
+    else:
+        calibration = request.calibration
+        out.status(f"calibration: {count_text(len(calibration.ids), 'token')} of {calibration.name}")
+        if calibration.note:
+            out.status(calibration.note)
 
 
 def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> None:
@@ -46,20 +53,21 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
     target, report, solution = search.request.target, result.report, result.search
     size = f"{bytes_text(report.stored_weight_bytes)}, {percent_text(report.ratio, 1)}"
     rows = []
-    if result.run is not None:
-        c = result.run.comparison
+    if result.comparison is not None:
+        c = result.comparison
         rows = [
             ["max-kld", "mean KLD, nats per token", _pm(c.kld.mean, 5)],
             ["max-ppl-increase", "perplexity", change_text(c.perplexity_ratio)],
         ]
+    rows.append(["bits", "bits per weight", f"{report.bits_per_weight:.3f}"])
     rows.append(["target-size", "weight files", size])
     out.table(
         ["", "target", "result"],
         [[name, target.text if kind == target.kind else "", value] for kind, name, value in rows],
         right=["target", "result"],
     )
-    if result.run is not None:
-        c = result.run.comparison
+    if result.comparison is not None:
+        c = result.comparison
         name = search.text.name if search.text else ""
         errors = errors_text(c.blocks, c.kld.mean.standard_error)
         rule = search.baseline.reading.convention.rule if search.baseline else ""
@@ -77,8 +85,9 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
         )
         out.text(f"plan {result.plan}: {counts}")
         if solution.estimated:
-            groups = count_text(solution.estimated, "group")
-            out.status(f"{groups} of tensors estimated from their weights alone")
+            unit = "group of tensors" if search.request.scheme == "rounded" else "tensor"
+            groups = count_text(solution.estimated, unit)
+            out.status(f"{groups} estimated from their weights alone")
     if solution is not None and solution.experts:
         _show_experts(out, solution.experts)
     if search.request.drop_layers:
@@ -169,19 +178,19 @@ def _limit_text(target: CompressionTarget, limit: float) -> str:
 
 def _warn_of_errors(out: Output, target: CompressionTarget, result: TargetResult) -> None:
     """Say if it is the length of the text that decided: for the result, or for a plan refused."""
-    from neuzip.eval.plans.deliver import MAX_TOKENS
+    from neuzip.eval.plans.calibration_text import COMPARED
 
-    assert result.run is not None
+    assert result.comparison is not None
     trials = result.search.trials if result.search is not None else ()
     tried = [trial.comparison.nll_difference for trial in trials if trial.comparison is not None]
-    known = [result.run.comparison.nll_difference, *(d for d in tried if d.value <= target.limit)]
+    known = [result.comparison.nll_difference, *(d for d in tried if d.value <= target.limit)]
     error = max(difference.standard_error or 0.0 for difference in known)
     if error <= target.limit / 2:
         return
-    longer = result.run.comparison.tokens < MAX_TOKENS
+    longer = result.comparison.tokens < COMPARED
     out.warning(
         f"{target}: the standard error is up to {100 * math.expm1(error):.3f} %, over half of the target",
-        f"give a longer --text, of up to {MAX_TOKENS:,} tokens"
+        f"give a longer --text, of up to {COMPARED:,} tokens"
         if longer
         else "longer texts are not used; allow a larger increase, or use --max-kld",
     )
@@ -206,17 +215,21 @@ def target_json(
 ) -> dict[str, object]:
     """What `--json` says of a target; `result` is None for a dry run."""
     request = search.request
-    run = None if result is None else result.run
+    calibration = request.calibration
     return {
         "option": f"--{request.target.kind}",
         "asked": request.target.text,
         "limit": request.target.limit,
         "met": None if result is None else result.holds,
+        "scheme": request.scheme,
+        "calibration": None if calibration is None else calibration.name,
+        "calibration_tokens": None if calibration is None else len(calibration.ids),
         "sensitivity": request.method,
         "text": None if search.text is None else search.text.name,
         "special_tokens": _special_tokens(search),
         "plan": None if result is None else result.plan,
-        "delivered": None if run is None else run.comparison,
+        "mean_step": None if solution is None else solution.mean_step,
+        "delivered": None if result is None else result.comparison,
         "predicted_kld": None if solution is None or request.method == "weights" else solution.predicted_kld,
         "schemes": None if solution is None else dict(solution.schemes),
         "estimated_groups": None if solution is None else solution.estimated,

@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from neuzip.compress import CompressionReport, compress
-from neuzip.compress.rules import Rule
-from neuzip.compress.rules_file import plan_bytes
-from neuzip.compress.sources.folder import weight_bytes
-from neuzip.compress.workspace import write_file, writing
-from neuzip.eval.experts.expert_use import ExpertUse
+from neuzip.compress import CompressionReport
 from neuzip.eval.layers.drops import pruned
 from neuzip.eval.layers.removal import Pruned
-from neuzip.eval.measures import fingerprint
-from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, Stage
+from neuzip.eval.measures.comparison import BaselineComparison, Stage
 from neuzip.eval.measures.texts import Text
 from neuzip.eval.plans.plan_file import earlier_plan, plan_path
 from neuzip.eval.plans.plan_request import Stages, TargetRequest
 from neuzip.eval.plans.plan_search import find_plan
 from neuzip.eval.plans.plan_trials import SearchResult
-from neuzip.eval.plans.search import upper
-from neuzip.eval.plans.target_values import value_of
+from neuzip.eval.plans.quantized_search import QuantizedPlanner
+from neuzip.eval.plans.target_result import TargetResult, compressed, is_within, key_of, write_plan
 from neuzip.formats.checkpoint import find_checkpoint
-from neuzip.runtime.hf.messages import versions
-
-MAX_TOKENS = 16384
-"""Tokens of text on which plans are compared, if there are as many."""
-
-
-def key_of(request: TargetRequest, text: Text | None, baseline: BaselineComparison | None) -> str:
-    """A short key of everything that the result of a search depends on."""
-    values = {
-        "checkpoint": fingerprint.of_checkpoint(find_checkpoint(request.src)),
-        "text": None if text is None else fingerprint.of_text(text.content),
-        "tokens": None if baseline is None else baseline.tokens,
-        "rule": None if baseline is None else baseline.reading.convention.rule,
-        "device": None if baseline is None else str(baseline.device),
-        "target": [request.target.kind, request.target.text],
-        "method": request.method,
-        "rules": [rule.to_json() for rule in request.rules],
-        "block_size": request.block_size,
-        "drop_layers": request.drop_layers,
-        "expert_use": use.to_json() if isinstance(use := request.expert_use, ExpertUse) else use,
-        "versions": versions(),
-    }
-    return fingerprint.of_values(values)
-
-
-@dataclass(frozen=True)
-class TargetResult:
-    """A checkpoint that was compressed to a target.
-
-    plan     file of its rules
-    search   result of the search, None if the plan of an interrupted run was used again
-    run      comparison of the compressed checkpoint with the original, None without a text
-    holds    whether the measured value, or the size, is within the target
-    dropped  layers that it no longer has
-    """
-
-    plan: Path
-    search: SearchResult | None
-    report: CompressionReport
-    run: ComparisonRun | None
-    holds: bool
-    dropped: tuple[int, ...] = ()
 
 
 def compress_to_target(
@@ -80,48 +31,89 @@ def compress_to_target(
 ) -> TargetResult:
     """Find a plan, write it beside DST, compress with it, and measure the result. Raises NeuzipError.
 
-    The result is not measured again if its weight files are those of the last trial, byte for byte.
+    The result is not measured again if its weights are those of the last trial.
     """
     key = key_of(request, text, baseline)
+    comments = [command, f"search {key}"]
+    deliver = _quantized if request.scheme == "quantized" else _rounded
+    return deliver(request, key, comments, baseline, stage, verify, overwrite)
+
+
+def predicted_plan(request: TargetRequest, baseline: BaselineComparison | None, stage: Stage) -> SearchResult:
+    """The plan for a target as far as it is known without trials. Raises NeuzipError."""
+    if request.scheme == "rounded":
+        return find_plan(request, baseline, stage, trials=False)
+    stages = Stages.of(request, stage, trials=False, result=False)
+    with QuantizedPlanner.opened(request, baseline, stages) as planner:
+        return planner.untried()
+
+
+def _rounded(
+    request: TargetRequest,
+    key: str,
+    comments: list[str],
+    baseline: BaselineComparison | None,
+    stage: Stage,
+    verify: bool,
+    overwrite: bool,
+) -> TargetResult:
+    """Compress with fewer mantissa bits, and perhaps without some layers."""
     plan, search = earlier_plan(request.dst, key, overwrite), None
     if plan is None:
         search = find_plan(request, baseline, stage, result=True)
         if search.trials:
             stage = Stages.of(request, stage, trials=True, result=True).at("result")
-        plan = search.rules, search.dropped
-        with writing(plan_path(request.dst)):
-            write_file(
-                plan_path(request.dst), plan_bytes(search.rules, [command, f"search {key}"], search.dropped)
-            )
-    rules, dropped = plan
+        write_plan(request, search, comments)
+        rules, dropped = search.rules, search.dropped
+    else:
+        rules, dropped = plan.rules, plan.dropped_layers
     if dropped:
         with pruned(request.src, request.dst, dropped, stage) as written:
-            report = _compress(replace(request, src=written.dst), rules, stage, verify, overwrite)
+            remaining = replace(request, src=written.dst)
+            report = compressed(remaining, rules, stage, verify=verify, overwrite=overwrite)
         report = _relative_to_original(report, request.src, written)
     else:
-        report = _compress(request, rules, stage, verify, overwrite)
-    run = None
+        report = compressed(request, rules, stage, verify=verify, overwrite=overwrite)
+    comparison = None
     if search is not None and search.measured is not None and search.measured.holds_for(request.dst):
-        run = search.measured.run
+        comparison = search.measured.comparison
     elif baseline is not None:
         with stage("compare", baseline.tokens, "tokens") as advance:
-            run = baseline.run(request.dst, advance)
-    if request.target.limits_size:
-        value: float = report.stored_weight_bytes
-    else:
-        assert run is not None
-        value = upper(value_of(request.target.kind, run.comparison))
-    return TargetResult(plan_path(request.dst), search, report, run, value <= request.target.limit, dropped)
+            comparison = baseline.run(request.dst, advance).comparison
+    holds = is_within(request, report, comparison)
+    return TargetResult(plan_path(request.dst), search, report, comparison, holds, dropped)
 
 
-def _compress(
-    request: TargetRequest, rules: Sequence[Rule], stage: Stage, verify: bool, overwrite: bool
-) -> CompressionReport:
-    with stage("compress", weight_bytes(request.src), "bytes") as advance:
-        return compress(
-            request.src, request.dst, rules, verify=verify, jobs=request.jobs, overwrite=overwrite,
-            device=request.coder, on_bytes=advance,
-        )  # fmt: skip
+def _quantized(
+    request: TargetRequest,
+    key: str,
+    comments: list[str],
+    baseline: BaselineComparison | None,
+    stage: Stage,
+    verify: bool,
+    overwrite: bool,
+) -> TargetResult:
+    """Compress with integer codes on uniform grids."""
+    plan, search = earlier_plan(request.dst, key, overwrite), None
+    stages = Stages.of(request, stage, trials=plan is None, result=True)
+    with QuantizedPlanner.opened(request, baseline, stages) as planner:
+        if plan is None:
+            search = planner.best()
+            write_plan(request, search, [*comments, *planner.comments(search)])
+            rules, step = search.rules, search.mean_step
+        else:
+            rules, step = plan.rules, plan.mean_step
+        show = stages.at("result")
+        prepared = None if step is None else planner.prepared(step, key)
+        report = compressed(request, rules, show, verify=verify, overwrite=overwrite, prepared=prepared)
+    comparison = None
+    if search is not None and search.measured is not None and search.measured.holds_for(request.dst):
+        comparison = search.measured.comparison
+    elif baseline is not None:
+        with show("compare", baseline.tokens, "tokens") as advance:
+            comparison = baseline.run(request.dst, advance).comparison
+    holds = is_within(request, report, comparison)
+    return TargetResult(plan_path(request.dst), search, report, comparison, holds)
 
 
 def _relative_to_original(report: CompressionReport, src: Path, written: Pruned) -> CompressionReport:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from neuzip.compress.entry_checks import refuse_unless_made
 from neuzip.compress.overwrite_guard import refuse_existing
-from neuzip.compress.rules import Rule
-from neuzip.compress.rules_file import read_plan
+from neuzip.compress.rules_file import PlanFile, read_plan
 
 
 def plan_path(dst: Path) -> Path:
@@ -29,15 +28,14 @@ def is_search_of(dst: Path, key: str) -> bool:
     return path.is_file() and key in path.read_text(encoding="utf-8", errors="replace")
 
 
-def earlier_plan(dst: Path, key: str, overwrite: bool) -> tuple[tuple[Rule, ...], tuple[int, ...]] | None:
-    """Rules and dropped layers of an interrupted search with the same key, None if there was none.
+def earlier_plan(dst: Path, key: str, overwrite: bool) -> PlanFile | None:
+    """The plan of an interrupted search with the same key, None if there was none.
 
     Raises WouldOverwrite if the plan or `dst` is of something else.
     """
     path = plan_path(dst)
     if not overwrite and is_search_of(dst, key):
-        rules, dropped = read_plan(path)
-        return tuple(rules), dropped
+        return read_plan(path)
     refuse_existing(dst, overwrite, file=dst.is_file())
     refuse_existing(path, overwrite, file=True)
     return None

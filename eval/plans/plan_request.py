@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from neuzip.choices import TargetScheme
 from neuzip.compress.device import CPU, Device
 from neuzip.compress.rules import LOSSLESS, Rule
 from neuzip.eval.experts.expert_use import ExpertUse
 from neuzip.eval.measures.comparison import Stage
+from neuzip.eval.plans.calibration_text import CalibrationText
 from neuzip.eval.plans.sensitivity import Method
 from neuzip.eval.plans.target_values import CompressionTarget
 
@@ -25,11 +27,14 @@ RequestedUse = ExpertUse | Literal["auto", "none"]
 class TargetRequest:
     """A checkpoint to compress to a target.
 
-    rules        matrices that they leave lossless may be rounded
+    rules        matrices that they leave lossless may be rounded or quantised
     block_size   weights that share a normaliser in rounded tensors, None for none
     coder, jobs  device that encodes weights, and number of threads
     drop_layers  number of layers to drop, or "auto" for as many as pay
     expert_use   by which the experts of a layer get schemes of their own
+    scheme       how the matrices are stored; for "quantized", block_size, drop_layers and expert_use have no
+                 effect
+    calibration  text for the steps and codes of quantised weights, None to round to nearest
     """
 
     src: Path
@@ -42,6 +47,8 @@ class TargetRequest:
     jobs: int | None = None
     drop_layers: DropLayers = 0
     expert_use: RequestedUse = "auto"
+    scheme: TargetScheme = "rounded"
+    calibration: CalibrationText | None = None
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,11 @@ class Stages:
     @classmethod
     def of(cls, request: TargetRequest, show: Stage, *, trials: bool, result: bool) -> Stages:
         """The stages of a request, with or without trials, and with or without writing the result."""
+        is_quantized = request.scheme == "quantized"
         names = {
-            "sizes": True,
-            "sensitivity": request.method != "weights",
+            "sizes": not is_quantized,
+            "calibration": is_quantized and request.calibration is not None,
+            "sensitivity": not is_quantized and request.method != "weights",
             "layers": request.drop_layers != 0,
             "trials": trials,
             "result": result,

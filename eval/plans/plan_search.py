@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from neuzip.compress import make_plan
 from neuzip.compress.expert_names import expert_name
 from neuzip.compress.rules import LOSSLESS
 from neuzip.compress.sources.folder import FolderSource
@@ -111,7 +112,9 @@ def _planner(
         use = _expert_use(request.expert_use, groups, model, baseline, show)
         if use is not None:
             sensitivity = split_by_use(sensitivity, use)
-        fixed = FixedBytes.of(source, request.rules, candidates, workers)
+        names = {t.name for group in groups for t in group.tensors}
+        plan = make_plan(source, request.rules, workers, predict=True)
+        fixed = FixedBytes.of(source, plan, names)
     return Planner(request, sensitivity, fixed, baseline, stages.at("trials"))
 
 

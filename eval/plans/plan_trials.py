@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from neuzip.compress import compress
 from neuzip.compress.expert_names import expert_name
@@ -20,7 +21,7 @@ from neuzip.compress.rules import Rule
 from neuzip.compress.sources.folder import weight_bytes
 from neuzip.eval.experts.expert_use import CLASSES, UseClass
 from neuzip.eval.layers.drops import Drop, Drops, folder_beside
-from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, NotFinite, Stage
+from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage
 from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.plans.allocation import Allocation, OverBudget, allocate
@@ -38,14 +39,16 @@ from neuzip.formats.checkpoint import file_checksum, find_checkpoint
 class Trial:
     """A plan that was tried.
 
-    predicted_kld  sum of the divergences of single tensors, in nats a token
-    bytes          of the compressed weight files
+    predicted_kld  sum of the divergences of single tensors, in nats a token; None where nothing predicts it
+    bytes          of the compressed weight files, predicted where they were not written
     comparison     with the original; None without a text, and if predictions are not finite
+    mean_step      of quantised weights, None for other plans
     """
 
-    predicted_kld: float
+    predicted_kld: float | None
     bytes: int
     comparison: Comparison | None
+    mean_step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class SearchResult:
 
     schemes        how many tensors get which scheme
     experts        the classes of experts that were told apart by use, and what they get
-    predicted_kld  sum of the divergences of single tensors, without meaning for the method "weights"
+    predicted_kld  sum of the divergences of single tensors, None where nothing predicts it; without meaning
+                   for the method "weights"
     bytes          of the weight files, predicted if there were no trials
     trials         the last one is that of the rules
     estimated      as in Sensitivity
@@ -62,12 +66,13 @@ class SearchResult:
     drops          the sets of layers that were compared
     passed_over    last trial of the plan that was not taken, with all layers or with fewer
     pays_from      limit from which dropping one layer is predicted to pay, if none pays at the target
-    measured       comparison of the weight files that the rules produce, if there was one
+    measured       comparison of what the rules produce, if there was one
+    mean_step      of quantised weights, None for other plans
     """
 
     rules: tuple[Rule, ...]
     schemes: tuple[tuple[str, int], ...]
-    predicted_kld: float
+    predicted_kld: float | None
     bytes: int
     trials: tuple[Trial, ...]
     estimated: int
@@ -75,8 +80,9 @@ class SearchResult:
     drops: Drops | None = None
     passed_over: Trial | None = None
     pays_from: float | None = None
-    measured: MeasuredFiles | None = None
+    measured: MeasuredResult | None = None
     experts: tuple[ExpertsOfUse, ...] = ()
+    mean_step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +99,21 @@ class ExpertsOfUse:
     bits_per_weight: float
 
 
+class MeasuredResult(Protocol):
+    """A comparison of a model, and whether a compressed checkpoint has that model's weights."""
+
+    @property
+    def comparison(self) -> Comparison: ...
+
+    def holds_for(self, dst: Path) -> bool: ...
+
+
 @dataclass(frozen=True)
 class MeasuredFiles:
     """A comparison of a compressed model, and the checksums of the weight files that it was loaded from."""
 
     checksums: tuple[str, ...]
-    run: ComparisonRun
+    comparison: Comparison
 
     def holds_for(self, dst: Path) -> bool:
         """Whether a compressed checkpoint has the same weight files."""
@@ -156,7 +171,7 @@ class Planner:
         *others, best = search_budget(
             lambda budget: allocate(options, budget), self._value, self.request.target.limit, self._floor()
         )
-        return self._result(best.allocation, *(attempt.product for attempt in others), best.product)
+        return self._result(best.choice, *(attempt.product for attempt in others), best.product)
 
     def _floor(self) -> float:
         """The divergence, or increase of loss, before any tensor is rounded."""
@@ -205,9 +220,8 @@ class Planner:
                     suppress(NotFinite),
                     self._stage(f"{label}: compare", self._baseline.tokens, "tokens") as advance,
                 ):
-                    run = self._baseline.run(report.dst, advance)
-                    self._measured[allocation.chosen] = MeasuredFiles(_checksums(report.dst), run)
-                    comparison = run.comparison
+                    comparison = self._baseline.run(report.dst, advance).comparison
+                    self._measured[allocation.chosen] = MeasuredFiles(_checksums(report.dst), comparison)
         return Trial(self._divergence(allocation), report.stored_weight_bytes, comparison)
 
     def _chosen(self, allocation: Allocation) -> list[tuple[GroupCandidates, int]]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from neuzip.compress import make_plan
+from neuzip.compress import Plan, make_plan
 from neuzip.compress.rules import LOSSLESS, Rule
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.eval.plans.candidates import GroupCandidates, schemes_of
+from neuzip.eval.plans.candidates import schemes_of
 from neuzip.eval.plans.target_values import CompressionTarget
-from neuzip.eval.plans.tensor_groups import find_groups, rules_of
+from neuzip.eval.plans.tensor_groups import find_groups, find_matrices, rules_of
 from neuzip.formats.checkpoint import config_files, index_files
 
 LOSS_RECORD = 96
@@ -33,16 +33,18 @@ class OutOfReach(NeuzipError):
 class Reach:
     """Bytes of the weight files of a checkpoint.
 
-    original  as they are
-    lossless  predicted for lossless compression
-    least     predicted for rounding to 0 mantissa bits
-    matrices  number of tensors that may be rounded
+    original   as they are
+    lossless   predicted for lossless compression
+    least      predicted for rounding to 0 mantissa bits, or for codes that take nothing
+    matrices   number of tensors that may lose something
+    quantized  whether they lose it by quantisation
     """
 
     original: int
     lossless: int
     least: int
     matrices: int
+    quantized: bool = False
 
     def is_lossless(self, target: CompressionTarget) -> bool:
         """Whether lossless compression reaches the size, even if predictions are off by UNCERTAIN."""
@@ -51,11 +53,11 @@ class Reach:
     def require(self, target: CompressionTarget) -> None:
         """Raise OutOfReach if no plan reaches the size, even if predictions are off by UNCERTAIN."""
         if target.limit < self.least * (1 - UNCERTAIN):
-            raise out_of_reach(target, self.least, self.original)
+            raise out_of_reach(target, self.least, self.original, quantized=self.quantized)
 
 
 def predict_reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs: int | None) -> Reach:
-    """Predict the sizes that a checkpoint can have, from samples. Raises NeuzipError."""
+    """Predict the sizes that a checkpoint can have by rounding, from samples. Raises NeuzipError."""
     with FolderSource(src) as source, Workers(jobs) as workers:
         groups = find_groups(source, workers, rules)
         coarsest = rules_of(groups, [schemes_of(group, block_size)[-1] for group in groups])
@@ -68,12 +70,27 @@ def predict_reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs
     return Reach(original, whole, whole - saved, sum(len(group.tensors) for group in groups))
 
 
-def out_of_reach(target: CompressionTarget, least: float, original: int) -> OutOfReach:
+def predict_quantized_reach(src: Path, rules: Sequence[Rule], jobs: int | None) -> Reach:
+    """Predict the sizes that a checkpoint can have by quantisation, from samples. Raises NeuzipError."""
+    with FolderSource(src) as source, Workers(jobs) as workers:
+        lossless = make_plan(source, rules, workers, predict=True)
+        names = {t.tensor.name for t in find_matrices(source, lossless)}
+        original = sum(path.stat().st_size for path in source.checkpoint.weight_paths())
+        whole = (lossless.predicted_bytes or 0) - _bytes_beside(source)
+    coded = sum(t.predicted or 0 for t in lossless.tensors if t.tensor.name in names)
+    return Reach(original, whole, whole - coded, len(names), quantized=True)
+
+
+def out_of_reach(
+    target: CompressionTarget, least: float, original: int, *, quantized: bool = False
+) -> OutOfReach:
     """An error that states the least size in MB and percent, rounded up."""
     megabytes, percent = math.ceil(least / 1e4) / 100, math.ceil(1000 * least / original) / 10
+    more = "give more bits" if target.kind == "bits" else "give a larger size"
+    why = "`exclude` and `block_size` cost some; `drop_layers='auto'` saves some"
     return OutOfReach(
         f"{target}: the weight files take about {megabytes:,.2f} MB ({percent:.1f} %) at least",
-        "give a larger size; `exclude` and `block_size` cost some; `drop_layers='auto'` saves some",
+        f"{more}; {'`exclude` costs some' if quantized else why}",
     )
 
 
@@ -95,7 +112,7 @@ def _bytes_beside(source: FolderSource) -> int:
 
 @dataclass(frozen=True)
 class FixedBytes:
-    """Predicted bytes of the weight files without the tensors that may be rounded.
+    """Predicted bytes of the weight files without the tensors that lose something.
 
     of_tensors  the part of each tensor, by name
     """
@@ -107,18 +124,15 @@ class FixedBytes:
     def of(
         cls,
         source: FolderSource,
-        rules: Sequence[Rule],
-        candidates: Sequence[GroupCandidates],
-        workers: Workers,
+        plan: Plan,
+        lossy: Collection[str],
     ) -> FixedBytes:
-        """Predict them from samples of the tensors that are not among the candidates."""
-        plan = make_plan(source, rules, workers, predict=True)
+        """Take them from a plan with predictions, but for the tensors whose names are among the `lossy`."""
         beside = _bytes_beside(source)
-        candidate_names = {t.name for one in candidates for t in one.group.tensors}
         predicted = {t.tensor.name: t.predicted or 0 for t in plan.tensors}
-        inside = sum(predicted[name] for name in candidate_names)
-        records = dict.fromkeys(candidate_names, LOSS_RECORD)
-        total = (plan.predicted_bytes or 0) - beside - inside + LOSS_RECORD * len(candidate_names)
+        inside = sum(predicted[name] for name in lossy)
+        records = dict.fromkeys(lossy, LOSS_RECORD)
+        total = (plan.predicted_bytes or 0) - beside - inside + LOSS_RECORD * len(lossy)
         return cls(total, predicted | records)
 
     def without(self, names: Collection[str]) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from neuzip.eval.measures.estimates import Estimate
-from neuzip.eval.plans.allocation import Allocation
 
 ATTEMPTS = 8
-"""Allocations that are tried at most."""
+"""Choices that are tried at most."""
 
 CLOSE, AIM = 0.95, 0.98
 """Shares of a limit: a value above CLOSE that holds ends the search, and the next attempt aims at AIM."""
@@ -29,16 +28,35 @@ TINY = 1e-9
 """Share of the limit below which a budget is not tried."""
 
 AMPLE = 1e3
-"""Multiple of the weight of an allocation above which a larger budget cannot change it."""
+"""Multiple of the weight of a choice above which a larger budget cannot change it."""
+
+
+class Choice(Protocol):
+    """What a budget buys: an allocation, or a step.
+
+    `chosen` tells choices apart. `weight` is the part of the budget that it uses up, and `cost` is what the
+    search makes small, such as bytes.
+    """
+
+    @property
+    def chosen(self) -> tuple[float, ...]: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def cost(self) -> float: ...
+
 
 Product = TypeVar("Product")
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
 
 
 @dataclass(frozen=True)
-class SearchAttempt(Generic[Product]):
-    """An allocation, its measured value in the unit of the limit, and what the trial produced."""
+class SearchAttempt(Generic[ChoiceT, Product]):
+    """A choice, its measured value in the unit of the limit, and what the trial produced."""
 
-    allocation: Allocation
+    choice: ChoiceT
     estimate: Estimate
     product: Product
 
@@ -54,35 +72,35 @@ def upper(estimate: Estimate) -> float:
 
 
 def search_budget(
-    allocate: Callable[[float], Allocation],
-    trial: Callable[[Allocation], tuple[Estimate, Product]],
+    choose: Callable[[float], ChoiceT],
+    trial: Callable[[ChoiceT], tuple[Estimate, Product]],
     limit: float,
     floor: float = 0.0,
-) -> list[SearchAttempt[Product]]:
-    """Try allocations until one whose value is at most `limit` comes close to it. The last attempt holds.
+) -> list[SearchAttempt[ChoiceT, Product]]:
+    """Try choices until one whose value is at most `limit` comes close to it. The last attempt holds.
 
-    allocate  the best allocation within a budget
-    trial     the value of an allocation, and what the trial produced. The value grows with the budget, in
-              about its unit, and is `floor` for a budget of 0; that allocation is the last if no other holds
+    choose  the best choice within a budget
+    trial   the value of a choice, and what the trial produced. The value grows with the budget, in about its
+            unit, and is `floor` for a budget of 0; that choice is the last if no other holds
 
     A value holds if it is within the limit with its standard error added.
     """
-    known: dict[tuple[int, ...], SearchAttempt[Product]] = {}
-    holding: SearchAttempt[Product] | None = None
+    known: dict[tuple[float, ...], SearchAttempt[ChoiceT, Product]] = {}
+    holding: SearchAttempt[ChoiceT, Product] | None = None
     span = limit - floor
     budget, low, high = span, 0.0, math.inf
     while span > 0 and (high - low) > NARROW * low and budget > TINY * span:
-        allocation = allocate(budget)
-        attempt = known.get(allocation.chosen)
+        choice = choose(budget)
+        attempt = known.get(choice.chosen)
         if attempt is None:
             if len(known) == ATTEMPTS:
                 break
-            attempt = known[allocation.chosen] = SearchAttempt(allocation, *trial(allocation))
+            attempt = known[choice.chosen] = SearchAttempt(choice, *trial(choice))
         if attempt.value <= limit:
             low = budget
-            if holding is None or allocation.cost < holding.allocation.cost:
+            if holding is None or choice.cost < holding.choice.cost:
                 holding = attempt
-            if attempt.value - floor >= CLOSE * span or budget > allocation.weight * AMPLE:
+            if attempt.value - floor >= CLOSE * span or budget > choice.weight * AMPLE:
                 break
         else:
             high = budget
@@ -90,7 +108,7 @@ def search_budget(
         budget = _next_budget(budget, above, span, low, high)
     attempts = list(known.values())
     if holding is None:
-        lossless = allocate(0.0)
+        lossless = choose(0.0)
         holding = SearchAttempt(lossless, *trial(lossless))
     else:
         attempts.remove(holding)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.choices import Sensitivity as Sensitivity
+from neuzip.choices import TargetScheme
 from neuzip.compress.device import AnyDevice, choose
 from neuzip.compress.entry_checks import require_plain
 from neuzip.compress.expert_names import expert_name
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from neuzip.compress import Rule
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.texts import Text
+    from neuzip.eval.plans.calibration_text import CalibrationText
     from neuzip.eval.plans.plan_request import DropLayers, RequestedUse, TargetRequest
     from neuzip.eval.plans.reach import Reach
     from neuzip.eval.plans.sensitivity import Method
@@ -36,7 +38,7 @@ class PreparedSearch:
     """A target with everything that the search for a plan needs.
 
     `lossless` is what sizes the checkpoint can have, where the target is a size that lossless compression
-    reaches by itself, so that nothing is rounded or measured; else None.
+    reaches by itself, so that nothing is lost or measured; else None.
     """
 
     request: TargetRequest
@@ -46,9 +48,12 @@ class PreparedSearch:
 
 
 def require_droppable(
-    drop_layers: DropLayers, goal: RequestedTarget | None, sensitivity: Sensitivity
+    drop_layers: DropLayers, goal: RequestedTarget | None, scheme: TargetScheme, sensitivity: Sensitivity
 ) -> None:
-    """Raise UsageError for a number of layers that cannot be dropped, or whose importance is not measured."""
+    """Raise UsageError for a number of layers that cannot be dropped, or whose importance is not measured.
+
+    Only the search for mantissa bits drops layers.
+    """
     if drop_layers == 0:
         return
     what = f"`drop_layers={drop_layers!r}`"
@@ -57,7 +62,13 @@ def require_droppable(
     if goal is None:
         raise UsageError(
             f"{what}: needs a target that says what may be lost",
-            "add `max_kld`, `max_ppl_increase` or `target_size`; neuzip layers --drop does without",
+            "add `scheme='rounded'` and `max_kld`, `max_ppl_increase` or `target_size`; neuzip layers --drop"
+            " does without",
+        )
+    if scheme == "quantized":
+        raise UsageError(
+            f"{what} has no effect without `scheme='rounded'`",
+            "add `scheme='rounded'`, or drop layers before: neuzip layers SRC --drop N --output FOLDER",
         )
     if drop_layers == "auto" and sensitivity == "weights":
         raise UsageError(
@@ -65,17 +76,18 @@ def require_droppable(
         )
 
 
-def text_for(
-    goal: RequestedTarget | None, sensitivity: Sensitivity, text: str | None, *, needed: bool
-) -> str | None:
-    """The text to measure on, by default the built-in one.
+def measures_nothing(
+    goal: RequestedTarget | None, scheme: TargetScheme, sensitivity: Sensitivity, calibration: str
+) -> bool:
+    """Whether a target is reached by the weights alone: a size, without calibration or sensitivities."""
+    if goal is None or not goal.limits_size:
+        return False
+    return calibration == "none" if scheme == "quantized" else sensitivity == "weights"
 
-    None for a size that is reached by the weights alone, unless a text is `needed` for something else.
-    """
-    by_weights = goal is not None and goal.limits_size and sensitivity == "weights"
-    if text is None and by_weights and not needed:
-        return None
-    return "demo" if text is None else text
+
+def text_for(text: str | None, *, needed: bool) -> str | None:
+    """The text to measure on, by default the built-in one; None if none is given or `needed`."""
+    return "demo" if text is None and needed else text
 
 
 def prepare_search(
@@ -84,6 +96,8 @@ def prepare_search(
     dst: Path,
     rules: Sequence[Rule],
     *,
+    scheme: TargetScheme,
+    calibration: str,
     block_size: int | None,
     text: str | None,
     sensitivity: Sensitivity,
@@ -96,17 +110,15 @@ def prepare_search(
 ) -> PreparedSearch:
     """Check a target, and load the original if plans are compared with it. Raises NeuzipError.
 
-    `rules` say what may be rounded. Without a `text` nothing is measured. `expert_use` is "auto", "none" or a
-    file.
+    `rules` say what may be rounded or quantised. Without a `text` nothing is measured. `calibration` is
+    "auto", "none" or a text. `expert_use` is "auto", "none" or a file.
     """
-    target = goal.target(0)  # a slip of the pen is told before anything is read
+    target = goal.target(0, 0)  # a slip of the pen is told before anything is read
     use = _requested_use(expert_use)
     document = None if text is None else read_text(text)
-    from neuzip.eval.measures.comparison import BaselineComparison
-    from neuzip.eval.plans.deliver import MAX_TOKENS
     from neuzip.eval.plans.plan_file import refuse_other_files
     from neuzip.eval.plans.plan_request import TargetRequest
-    from neuzip.eval.plans.reach import predict_reach
+    from neuzip.eval.plans.reach import predict_quantized_reach, predict_reach
 
     with FolderSource(src) as source:
         require_plain(source, dst)
@@ -114,22 +126,43 @@ def prepare_search(
             refuse_other_files(dst, overwrite)
         if isinstance(use, ExpertUse):
             _require_experts(source, use, expert_use)
-        target = goal.target(sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
+        target = goal.target(
+            sum(p.stat().st_size for p in source.checkpoint.weight_paths()),
+            sum(t.info.numel for t in source.tensors()),
+        )
     lossless = None
     if goal.limits_size and drop_layers == 0:
-        within = predict_reach(src, rules, block_size, jobs)
+        if scheme == "quantized":
+            within = predict_quantized_reach(src, rules, jobs)
+        else:
+            within = predict_reach(src, rules, block_size, jobs)
         within.require(target)
         if within.is_lossless(target):
             lossless, document = within, None
-    baseline = None
+    baseline, calibrating = None, None
     if document is not None:
-        baseline = BaselineComparison(src, document, max_tokens=MAX_TOKENS, device=device)
-    coder = choose(device, weight_bytes(src))
-    method = _method(sensitivity, baseline)
+        assert text is not None
+        baseline, calibrating = _loaded(
+            src, document, text, calibration if scheme == "quantized" else "none", device
+        )
+    method = _method(sensitivity, baseline, scheme, calibrating)
     request = TargetRequest(
-        src, dst, target, method, tuple(rules), block_size, coder, jobs, drop_layers, use
+        src, dst, target, method, tuple(rules), block_size, choose(device, weight_bytes(src)), jobs,
+        drop_layers, use, scheme, calibrating,
     )  # fmt: skip
     return PreparedSearch(request, document, baseline, lossless)
+
+
+def _loaded(
+    src: Path, document: Text, text: str, calibration: str, device: AnyDevice
+) -> tuple[BaselineComparison, CalibrationText | None]:
+    """The original, loaded, beside a text or a part of it, and what calibrates. `text` names the document."""
+    from neuzip.eval.measures.comparison import BaselineComparison
+    from neuzip.eval.plans.calibration_text import split_text
+    from neuzip.runtime.devices import choose_device
+
+    parts = split_text(src, document, text, calibration, choose_device(device))
+    return BaselineComparison(src, document, max_tokens=parts.compared, device=device), parts.calibration
 
 
 def _requested_use(value: str | os.PathLike[str]) -> RequestedUse:
@@ -155,7 +188,15 @@ def _require_experts(source: FolderSource, use: ExpertUse, file: str | os.PathLi
         )
 
 
-def _method(sensitivity: Sensitivity, baseline: BaselineComparison | None) -> Method:
+def _method(
+    sensitivity: Sensitivity,
+    baseline: BaselineComparison | None,
+    scheme: TargetScheme,
+    calibration: CalibrationText | None,
+) -> Method:
+    """How sensitivities are found. Steps of quantised weights follow their Fisher information, if any."""
+    if scheme == "quantized":
+        return "weights" if calibration is None else "fisher"
     if baseline is None:
         return "weights"
     if sensitivity == "auto":

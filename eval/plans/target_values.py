@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.divergence import Comparison
     from neuzip.eval.measures.estimates import Estimate
 
-Kind = Literal["max-kld", "max-ppl-increase", "target-size"]
-SIZE: Kind = "target-size"
-"""The kind whose limit is in bytes; the others limit the loss of quality, in nats a token."""
+Kind = Literal["max-kld", "max-ppl-increase", "target-size", "bits"]
+SIZES: tuple[Kind, ...] = ("target-size", "bits")
+"""The kinds whose limit is in bytes; the others limit the loss of quality, in nats a token."""
 
 UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)},
          **{p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}}  # fmt: skip
@@ -35,10 +35,10 @@ class CompressionTarget:
     @property
     def limits_size(self) -> bool:
         """Whether the limit is one of bytes, and quality is what is sought; else the other way round."""
-        return self.kind == SIZE
+        return self.kind in SIZES
 
     def __str__(self) -> str:
-        value = self.text if self.kind == "max-kld" else repr(self.text)
+        value = self.text if self.kind in ("max-kld", "bits") else repr(self.text)
         return f"`{parameter_of(self.kind)}={value}`"
 
 
@@ -57,30 +57,38 @@ class RequestedTarget:
     @property
     def limits_size(self) -> bool:
         """Whether the limit is one of bytes."""
-        return self.kind == SIZE
+        return self.kind in SIZES
 
     @property
     def parameter(self) -> str:
         """The name of its parameter."""
         return parameter_of(self.kind)
 
-    def target(self, original: int) -> CompressionTarget:
-        """The target for a checkpoint with weight files of `original` bytes. Raises UsageError."""
-        if self.limits_size:
+    def target(self, original: int, weights: int) -> CompressionTarget:
+        """The target for a checkpoint with `weights` weights in files of `original` bytes.
+
+        Raises UsageError for a text that states no limit.
+        """
+        if self.kind == "bits":
+            return bits_per_weight(self.text, weights)
+        if self.kind == "target-size":
             return target_size(self.text, original)
         return max_kld(self.text) if self.kind == "max-kld" else max_ppl_increase(self.text)
 
 
 def one_goal(
-    max_kld: float | str | None, max_ppl_increase: str | None, target_size: int | str | None
+    max_kld: float | str | None,
+    max_ppl_increase: str | None,
+    target_size: int | str | None,
+    bits: float | str | None,
 ) -> RequestedTarget | None:
-    """The target among the three parameters, if any. A number as `target_size` is bytes.
+    """The target among the four parameters, if any. A number as `target_size` is bytes.
 
     Raises UsageError for several.
     """
     size = f"{target_size}B" if isinstance(target_size, int) else target_size
     values: tuple[tuple[Kind, float | str | None], ...] = (
-        ("max-kld", max_kld), ("max-ppl-increase", max_ppl_increase), ("target-size", size),
+        ("max-kld", max_kld), ("max-ppl-increase", max_ppl_increase), ("target-size", size), ("bits", bits),
     )  # fmt: skip
     targets = [RequestedTarget(kind, str(value)) for kind, value in values if value is not None]
     if len(targets) > 1:
@@ -128,6 +136,25 @@ def target_size(text: str, original: int) -> CompressionTarget:
             f"`target_size={text!r}`: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
         )
     return CompressionTarget("target-size", text, limit)
+
+
+def bits_per_weight(text: str, weights: int) -> CompressionTarget:
+    """The target of `bits`, in bytes of all weight files of a checkpoint with `weights` weights: `4.25`.
+
+    Raises UsageError.
+
+    >>> bits_per_weight("4.25", 1000).limit
+    531
+    """
+    try:
+        bits = float(text)
+    except ValueError:
+        bits = math.nan
+    if not 0 < bits < math.inf:
+        raise UsageError(
+            f"`bits={text!r}`: is no number of bits", "give the bits of a weight, above 0, for example 4.25"
+        )
+    return CompressionTarget("bits", text, math.floor(bits * weights / 8))
 
 
 def size_in_bytes(text: str) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neuzip.compress.globs import matches
-from neuzip.compress.plan import PlannedTensor, make_plan
+from neuzip.compress.plan import Plan, PlannedTensor, make_plan
 from neuzip.compress.rules import LOSSLESS, Rule
 from neuzip.compress.scheme import Scheme
 from neuzip.compress.sources.folder import FolderSource
@@ -54,14 +54,8 @@ def find_groups(source: FolderSource, workers: Workers, rules: Sequence[Rule]) -
     Tensors with equal bytes go together. Raises NeuzipError if there are none.
     """
     by_kind: dict[str, list[PlannedTensor]] = defaultdict(list)
-    for t in make_plan(source, rules, workers).tensors:
-        if t.scheme == LOSSLESS and len(t.tensor.info.shape) > 1:
-            by_kind[_kind((t.alias_of or t.tensor).name)].append(t)
-    if not by_kind:
-        raise NeuzipError(
-            f"{source.checkpoint.path}: there is no matrix of floats that could be rounded",
-            "leave out `include` and `exclude`, or the target",
-        )
+    for t in find_matrices(source, make_plan(source, rules, workers)):
+        by_kind[_kind((t.alias_of or t.tensor).name)].append(t)
     names = [t.name for t in source.tensors()]
     return [
         TensorGroup(
@@ -71,6 +65,20 @@ def find_groups(source: FolderSource, workers: Workers, rules: Sequence[Rule]) -
         )
         for members in by_kind.values()
     ]
+
+
+def find_matrices(source: FolderSource, plan: Plan) -> list[PlannedTensor]:
+    """The tensors that a target may make lossy: matrices of floats that a plan leaves lossless.
+
+    Raises NeuzipError if there are none.
+    """
+    matrices = [t for t in plan.tensors if t.scheme == LOSSLESS and len(t.tensor.info.shape) > 1]
+    if not matrices:
+        raise NeuzipError(
+            f"{source.checkpoint.path}: there is no matrix of floats that could be rounded",
+            "leave out `include` and `exclude`, or the target",
+        )
+    return matrices
 
 
 def _kind(name: str) -> str:
@@ -91,7 +99,16 @@ def _globs(members: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
         named = [name for name in names if any(matches(name, kind) for kind in kinds)]
         if sorted(named) == sorted(members):
             return kinds
-    return tuple(re.sub(r"([*?[{])", r"[\1]", name) for name in dict.fromkeys(members))
+    return tuple(map(exact_glob, dict.fromkeys(members)))
+
+
+def exact_glob(name: str) -> str:
+    """A glob that matches one name.
+
+    >>> exact_glob("layers.0.w[1]")
+    'layers.0.w[[]1]'
+    """
+    return re.sub(r"([*?[{])", r"[\1]", name)
 
 
 def glob_of_experts(kind: str, experts: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Weights of a uniform grid in codes of a fixed width, 4 to 8 bits, which a product multiplies as they lie.
 
-    packed = pack(codes, grid, torch.bfloat16)     codes int16 [out, in]; grid: kernels.grid
-    ops.linear(x, packed)                          x @ weights.T, the weights being grid.values(codes, ...)
+    packed = pack(weights, grid)     weights: bf16 or fp16 [out, in], values of a kernels.grid.Grid
+    ops.linear(x, packed)            x @ weights.T, with these weights bit for bit
 
 READ THIS FIRST. Six things surprise:
 
@@ -10,8 +10,8 @@ READ THIS FIRST. Six things surprise:
 
 2. The window of a width is -2^(width - 1) to 2^(width - 1) - 1. A field holds the code plus 2^(width - 1).
 
-3. What is not in the window is an *escape*: a number of 32 bits with its column in the lower 16, and the
-   weight itself, rounded, in the upper 16. Its field holds the code 0, so a product just adds weight * x.
+3. What is not the value of a code in the window is an *escape*: a number of 32 bits with its column in the
+   lower 16, and the weight itself in the upper 16. Its field holds the code 0, so a product adds weight * x.
 
 4. Groups of 32 slots, words of 16 rows side by side, turns of 128 columns and fillings are those of
    `packed_linear`: slot 4 g + 2 h + e of word 4 t + q is column 128 t + 16 g + 8 h + 2 q + e. So threads of a

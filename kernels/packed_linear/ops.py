@@ -23,6 +23,18 @@ from neuzip.kernels.packed_linear.form import TILE_ROWS, ExponentWindow, Packed
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
 from neuzip.kernels.packed_linear.turns import by_turn
 
+__all__ = [
+    "FEW_ROWS",
+    "compile_products",
+    "decode",
+    "is_usual",
+    "linear",
+    "needs_operator",
+    "pack",
+    "product",
+    "rows",
+]
+
 FEW_ROWS = 64
 """Rows of x that any GPU multiplies from the packed form, at most; with more, Hopper alone does."""
 

@@ -59,7 +59,10 @@ def filled_by_us(step: Any) -> Any:
             place = None if compressing else _place(settings)
             with FolderSource(checkpoint) as source:
                 tensors = [t for file in checkpoint.weights for t in source.tensors(file)]
-                with stored_tensors(source, tensors, place, in_groups=compressing) as stored:
+                on_grids = isinstance(quantizer, CompressingQuantizer) and quantizer.residency == "packed"
+                with stored_tensors(
+                    source, tensors, place, in_groups=compressing, on_grids=on_grids
+                ) as stored:
                     if isinstance(quantizer, CompressingQuantizer):
                         _take_ternary_mode(quantizer, stored)
                     # 4.57 has such a list beside a state_dict itself.

@@ -120,7 +120,12 @@ def load_model(
             record_activations(config, source, tensors)
         try:
             with stored_tensors(
-                source, tensors, place, verify=verify, in_groups=residency != "dense"
+                source,
+                tensors,
+                place,
+                verify=verify,
+                in_groups=residency != "dense",
+                on_grids=residency == "packed",
             ) as stored:
                 if residency != "dense":
                     prefer_ours(config)

@@ -166,7 +166,7 @@ class CompressingQuantizer(HfQuantizer):
     def compress(self, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A parameter that has arrived, compressed if it fits and that pays."""
         from neuzip.runtime.residency import compress
-        from neuzip.runtime.weights import BitWeight
+        from neuzip.runtime.weights import BitWeight, GridWeight
 
         expected = model.get_parameter(name)
         if hasattr(expected, "_local_tensor"):  # a DTensor
@@ -177,6 +177,10 @@ class CompressingQuantizer(HfQuantizer):
         if name not in self._uses or weight.shape != expected.shape:  # which is said when all have arrived
             return weight
         use = self._uses[name]
+        if isinstance(weight, GridWeight):
+            if weight.suits(use):
+                return torch.nn.Parameter(weight, requires_grad=False)
+            weight = weight.dense()
         if isinstance(weight, BitWeight):
             if not use.looked_up and self.activations(model).at(name.rpartition(".")[0]) != "none":
                 return weight
@@ -205,11 +209,13 @@ class CompressingQuantizer(HfQuantizer):
             release_others,
         )
         from neuzip.runtime.hf.ternary_layers import install_arrived
+        from neuzip.runtime.residency import settle_arrived
 
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         activations = self.activations(model)
         install_arrived(model, activations)
+        settle_arrived(model, set(self._uses))
         if bit_linears(model):
             ACTIVATIONS_ENTRY.set(model.config, activations)
         release_others(model)

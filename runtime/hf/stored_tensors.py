@@ -14,12 +14,14 @@ from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.ternary_weights import is_ternary
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.formats.records import TernaryRecord
+from neuzip.formats.records import QuantizedRecord, TernaryRecord
 from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime.activations import ACTIVATIONS_ENTRY
 from neuzip.runtime.dtypes import torch_dtype
-from neuzip.runtime.read import read_tensor, read_tensors, read_ternary
-from neuzip.runtime.weights import BitWeight
+from neuzip.runtime.read import read_grid, read_tensor, read_tensors, read_ternary
+from neuzip.runtime.residency import DTYPES
+from neuzip.runtime.weights import BitWeight, GridWeight
+from neuzip.runtime.weights.packed import can_be_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -69,13 +71,14 @@ def stored_tensors(
     *,
     verify: bool = True,
     in_groups: bool = False,
+    on_grids: bool = False,
 ) -> Iterator[StoredTensors]:
     """Tensors by name, for `state_dict` of `from_pretrained`: on a GPU decoded at once, else when asked for.
 
     A `place` of None is wherever transformers asks for them. `in_groups` is for models that are compressed in
     memory: tensors are decoded when asked for on GPUs too, with some of those that will be asked for next,
-    and ternary matrices are a BitWeight. What is found damaged meanwhile is raised as FormatError in the end,
-    whatever transformers makes of it.
+    and ternary matrices are a BitWeight. With `on_grids` quantized matrices are a GridWeight then. What is
+    found damaged meanwhile is raised as FormatError in the end, whatever transformers makes of it.
     """
     failures: list[NeuzipError] = []
     with Workers() as workers:
@@ -85,6 +88,7 @@ def stored_tensors(
             matrices = [t for t in tensors if BitWeight.can_be(t.info.shape)]
             ternary = {t.name: t for t in matrices if is_ternary(source.resolve(t))}
             tensors = [t for t in tensors if t.name not in ternary]
+        grids = [t for t in tensors if on_grids and _is_grid_matrix(source, t)]
         if in_groups and (place is None or place.type == "cuda"):
             groups = _TensorGroups(source, tensors, place, workers, failures, verify)
             stored: dict[str, Any] = {
@@ -97,6 +101,7 @@ def stored_tensors(
             stored = {t.name: _PlacedTensor(source, t, partial(_hand_over, loaded[t.name])) for t in tensors}
         else:
             stored = {t.name: _EncodedTensor(source, t, workers, failures, verify) for t in tensors}
+        stored |= {t.name: _GridTensor(source, t, stored[t.name], place, failures, verify) for t in grids}
         stored |= {
             name: _TernaryTensor(source, tensor, place, failures, verify) for name, tensor in ternary.items()
         }
@@ -258,6 +263,58 @@ class _TernaryTensor:
             self._failures.append(failure)
             raise
         return BitWeight.of(TernaryWeight.of(ternary), self.dtype if dtype is None else dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index is ...
+        return self
+
+
+def _is_grid_matrix(source: FolderSource, tensor: SourceTensor) -> bool:
+    """Whether a tensor is stored quantized, and can be packed in memory as it is."""
+    shape = tensor.info.shape
+    return (
+        len(shape) == 2
+        and can_be_packed(*shape)
+        and isinstance(source.resolve(tensor).record, QuantizedRecord)
+    )
+
+
+class _GridTensor:
+    """A quantized matrix that transformers gets as a GridWeight, as `_PlacedTensor` gives others.
+
+    `stored` gives its values. Where they are not small in that form, they stay dense.
+    """
+
+    def __init__(
+        self,
+        source: FolderSource,
+        tensor: SourceTensor,
+        stored: _EncodedTensor | _PlacedTensor,
+        place: torch.device | None,
+        failures: list[NeuzipError],
+        verify: bool,
+    ) -> None:
+        self._source, self._tensor, self._stored, self._place = source, tensor, stored, place
+        self._failures, self._verify = failures, verify
+        self.dtype, self.shape = stored.dtype, stored.shape
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def to(
+        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **_: object
+    ) -> torch.Tensor:
+        place = self._place or torch.device("cpu" if device is None else device)
+        dense = self._stored.to(device=place, dtype=dtype or self.dtype)
+        if dense.dtype not in DTYPES:
+            return dense
+        try:
+            grid = read_grid(self._source, self._tensor, verify=self._verify)
+        except NeuzipError as failure:
+            self._failures.append(failure)
+            raise
+        weight = GridWeight.if_worthwhile(dense, grid)
+        return dense if weight is None else weight
 
     def __getitem__(self, index: Any) -> Any:
         assert index is ...

@@ -23,7 +23,10 @@ order. Experts are matrices: each is decoded by itself.
 
 What torch.compile traces decodes to fresh memory.
 
-BitWeight is a third kind: a stored ternary matrix on its way into a model. Every operation decodes it.
+GridWeight does what a PackedWeight does that is not exact, for a matrix that is stored quantized: it holds
+codes in a fixed width.
+
+BitWeight is another kind: a stored ternary matrix on its way into a model. Every operation decodes it.
 """
 
 from neuzip.runtime.weights import operations as operations
@@ -31,4 +34,5 @@ from neuzip.runtime.weights.ans import AnsWeight as AnsWeight
 from neuzip.runtime.weights.base import CompressedWeight as CompressedWeight
 from neuzip.runtime.weights.base import WeightUse as WeightUse
 from neuzip.runtime.weights.bit import BitWeight as BitWeight
+from neuzip.runtime.weights.grid import GridWeight as GridWeight
 from neuzip.runtime.weights.packed import PackedWeight as PackedWeight

@@ -45,7 +45,7 @@ REQUIRED = {
 
 
 NEEDED_WITH_OLD = {
-    ("compress", "--text"): ["--max-kld", "1"], ("ternarize", "--max-tokens"): ["--text", "T"],
+    ("ternarize", "--max-tokens"): ["--text", "T"],
     ("layers", "--output"): ["--drop", "1"],
 }  # fmt: skip
 """What an option needs that is tried by its old name."""
@@ -81,16 +81,14 @@ def test_old_names_are_accepted_with_a_warning(
 @pytest.mark.parametrize(
     ("verb", "old", "parameter", "value"),
     [
-        ("compress", ["--calibration", "none"], "sensitivity", "weights"),
-        ("compress", ["--calibration=none"], "sensitivity", "weights"),
+        ("export", ["--to", "compressed-tensors", "--activations=int8"], "activations", "b1.58"),
         ("export", ["--to", "compressed-tensors", "--activations", "int8"], "activations", "b1.58"),
     ],
 )
 def test_old_values_are_accepted_with_a_warning(
     verb: str, old: list[str], parameter: str, value: str, neuzip: Any, heard: dict[str, Any]
 ):
-    size = ["--target-size", "50%"] if verb == "compress" else []
-    said = neuzip(verb, *REQUIRED[verb], *size, *old)
+    said = neuzip(verb, *REQUIRED[verb], *old)
     assert said.exit_code == 0 and heard[parameter] == value
     assert said.stderr.startswith("warning: ") and f"is now --{parameter} {value};" in said.stderr
 
@@ -132,7 +130,6 @@ def test_an_error_after_an_old_name_is_told_with_the_warning(value: list[str], n
     [
         ("verify", ["--against", "a", "--original", "b"]),
         ("verify", ["--original=b", "--against=a"]),
-        ("compress", ["--max-kld", "1", "--calibration", "none", "--sensitivity", "measured"]),
     ],
 )
 def test_one_option_by_both_of_its_names_is_refused(
@@ -163,6 +160,7 @@ SAMPLES = {
     "--activations": "none", "--attention": "8bit", "--choice": "block", "--drop": "1", "--window": "9",
     "--stride": "9", "--max-tokens": "4096", "--kv-bits": "8", "--limit": "9", "--gguf-type": "q2_0",
     "--linear-class": "bitlinear", "--mode": "online", "--max-kld": "1",
+    "--bits": "4", "--scheme": "rounded", "--calibration": "none",
 }  # fmt: skip
 """Values that are not the default; other options take any, or none."""
 

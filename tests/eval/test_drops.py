@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from neuzip.compress.rules import choose
-from neuzip.compress.rules_file import read_plan, read_plan_file
+from neuzip.compress.rules_file import PlanFile, read_plan, read_plan_file
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
@@ -30,9 +30,9 @@ from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.plans import deliver, plan_file, plan_search, target_values
 from neuzip.eval.plans.allocation import Allocation
-from neuzip.eval.plans.deliver import TargetResult
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.search import search_budget
+from neuzip.eval.plans.target_result import TargetResult
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,7 +123,7 @@ def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: T
 def test_what_is_reported_is_the_divergence_of_what_was_written(
     dropped: TargetResult, idle: Path, baseline: BaselineComparison
 ):
-    assert dropped.search is not None and dropped.run is not None
+    assert dropped.search is not None and dropped.comparison is not None
     small, whole = load_model(dropped.report.dst, torch.float32), load_model(idle, torch.float32)
     assert len(small.model.layers) == LAYERS - 1
     sums = 0.0
@@ -132,10 +132,10 @@ def test_what_is_reported_is_the_divergence_of_what_was_written(
             ids = baseline.ids[None, w.start : w.stop]
             p, q = (m(input_ids=ids).logits.double().log_softmax(-1) for m in (whole, small))
             sums += float((p.exp() * (p - q)).sum())
-    kld = dropped.run.comparison.kld.mean.value
+    kld = dropped.comparison.kld.mean.value
     assert kld == pytest.approx(sums / baseline.tokens, rel=1e-3)
     assert kld <= 0.03
-    assert dropped.search.trials[-1].comparison == dropped.run.comparison
+    assert dropped.search.trials[-1].comparison == dropped.comparison
 
 
 def test_what_dropping_costs_is_that_of_the_layer_report(dropped: TargetResult, baseline: BaselineComparison):
@@ -213,12 +213,12 @@ def test_an_interrupted_run_takes_its_plan_and_its_layers_again(
     monkeypatch.setattr(deliver, "find_plan", None)
     again = delivered(idle, dst, baseline, target_values.max_kld("0.03"), drop_layers="auto")
     assert again.search is None and again.dropped == (IDLE,)
-    assert again.report.tensors == dropped.report.tensors and again.run is not None
+    assert again.report.tensors == dropped.report.tensors and again.comparison is not None
 
 
 def test_its_plan_is_not_taken_for_one_of_the_whole_model(dropped: TargetResult):
     assert dropped.search is not None
-    assert read_plan(dropped.plan) == (list(dropped.search.rules), (IDLE,))
+    assert read_plan(dropped.plan) == PlanFile(dropped.search.rules, (IDLE,))
     with pytest.raises(NeuzipError, match=f"without its layers {IDLE}: what is left has other numbers"):
         read_plan_file(dropped.plan)
 
@@ -332,7 +332,7 @@ def test_search_begins_at_what_dropping_costs(factor: float):
 def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(read_text("demo").content[:2000])
-    asked = ("--max-kld", "0.1", "--text", text, "--drop-layers")
+    asked = ("--max-kld", "0.1", "--text", text, "--scheme", "rounded", "--drop-layers")
     said = neuzip("compress", idle, tmp_path / "a", *asked, "auto")
     assert said.exit_code == 0, said.stderr
     assert f"dropped layers: {IDLE}; the remaining layers are renumbered" in said.stdout
@@ -346,11 +346,31 @@ def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        (["--max-kld", "0.1", "--drop-layers", "0"], "not a number of layers"),
-        (["--max-kld", "0.1", "--drop-layers", "all"], "not a number of layers"),
-        (["--max-kld", "0.1", "--drop-layers", "1", "--dry-run"], "excludes --dry-run"),
-        (["--max-kld", "0.1", "--drop-layers", "1", "--attention", "auto"], "excludes --attention"),
-        (["--max-kld", "0.1", "--drop-layers", "auto", "--sensitivity", "weights"], "excludes --sensitivity"),
+        (["--max-kld", "0.1", "--scheme", "rounded", "--drop-layers", "0"], "not a number of layers"),
+        (["--max-kld", "0.1", "--scheme", "rounded", "--drop-layers", "all"], "not a number of layers"),
+        (
+            ["--max-kld", "0.1", "--scheme", "rounded", "--drop-layers", "1", "--dry-run"],
+            "excludes --dry-run",
+        ),
+        (
+            ["--max-kld", "0.1", "--scheme", "rounded", "--drop-layers", "1", "--attention", "auto"],
+            "excludes --attention",
+        ),
+        (
+            [
+                "--max-kld",
+                "0.1",
+                "--scheme",
+                "rounded",
+                "--drop-layers",
+                "auto",
+                "--scheme",
+                "rounded",
+                "--sensitivity",
+                "weights",
+            ],
+            "excludes --sensitivity",
+        ),
     ],
 )
 def test_wrong_use(neuzip: Any, tmp_path: Path, options: list[str], wrong: str):

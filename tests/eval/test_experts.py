@@ -324,7 +324,7 @@ def skewed(folder: Path) -> Path:
 def test_a_plan_by_weights_follows_a_use_that_was_counted_before(
     saved: Callable[[str], Path], tmp_path: Path, neuzip: Speak
 ):
-    options = ["--target-size", "62%", "--sensitivity", "weights", "--device", "cpu"]
+    options = ["--target-size", "62%", "--scheme", "rounded", "--sensitivity", "weights", "--device", "cpu"]
     said = neuzip(
         "compress", saved("qwen3"), tmp_path / "small", *options, "--expert-use", skewed(tmp_path), "--json"
     )
@@ -365,8 +365,8 @@ def test_a_use_of_other_experts_is_refused(
     path = tmp_path / "use.json"
     path.write_bytes(use_bytes(USE))
     said = neuzip(
-        "compress", saved(layout), tmp_path / "small", "--target-size", "50%", "--sensitivity", "weights",
-        "--expert-use", path,
+        "compress", saved(layout), tmp_path / "small", "--target-size", "50%", "--scheme", "rounded",
+        "--sensitivity", "weights", "--expert-use", path,
     )  # fmt: skip
     assert said.exit_code == 1 and words in said.stderr
     assert not (tmp_path / "small").exists()
@@ -379,8 +379,8 @@ def test_a_use_with_layers_that_the_model_has_not_is_refused(
     layers = tuple(LayerUse(layer, "experts", (1,) * 8, None) for layer in range(3))
     (tmp_path / "use.json").write_bytes(use_bytes(ExpertUse("text", 4, layers)))
     said = neuzip(
-        "compress", saved("qwen3"), tmp_path / "small", "--target-size", "50%", "--sensitivity", "weights",
-        "--expert-use", tmp_path / "use.json",
+        "compress", saved("qwen3"), tmp_path / "small", "--target-size", "50%", "--scheme", "rounded",
+        "--sensitivity", "weights", "--expert-use", tmp_path / "use.json",
     )  # fmt: skip
     assert said.exit_code == 1 and "use.json: is of another model than" in said.stderr
 
@@ -393,7 +393,7 @@ def test_what_is_no_json_is_told_with_what_writes_such_files(tmp_path: Path):
 
 
 def test_another_use_is_another_search(tmp_path: Path, saved: Callable[[str], Path]):
-    from neuzip.eval.plans.deliver import key_of
+    from neuzip.eval.plans.target_result import key_of
 
     target = target_size("50%", 1000)
     requests = [

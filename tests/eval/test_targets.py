@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.compress import CompressionReport, Rule, Scheme, compress, verify
 from neuzip.compress.rules import LOSSLESS, RAW, choose
-from neuzip.compress.rules_file import plan_bytes, read_plan_file
+from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan_file
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import DiskFull, NeuzipError, UsageError, WouldOverwrite
@@ -48,6 +48,7 @@ from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocat
 from neuzip.eval.plans.candidates import GroupCandidates, SchemeChoice
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.search import search_budget
+from neuzip.eval.plans.target_result import key_of
 from neuzip.eval.plans.tensor_groups import TensorGroup
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.gradients import fisher_diagonal
@@ -156,20 +157,18 @@ def test_search_does_so_where_the_whole_is_no_multiple_of_its_parts():
 
 def test_search_takes_what_loses_nothing_if_nothing_else_holds():
     attempts = search_budget(ideal, lambda a: (exactly(1.0 if a.weight else 0.0), None), 0.01)
-    assert attempts[-1].allocation.weight == 0
+    assert attempts[-1].choice.weight == 0
     assert len(attempts) == search.ATTEMPTS + 1
 
 
 def test_search_for_nothing_tries_one_plan():
-    assert [a.allocation.weight for a in search_budget(ideal, lambda a: (exactly(a.weight), None), 0.0)] == [
-        0
-    ]
+    assert [a.choice.weight for a in search_budget(ideal, lambda a: (exactly(a.weight), None), 0.0)] == [0]
 
 
 def test_search_ends_where_a_larger_budget_changes_nothing():
     largest = Allocation((7,), 5.0, 0.0, 0.0)
     attempts = search_budget(lambda budget: largest, lambda a: (exactly(-0.1), None), 0.01)
-    assert [a.allocation for a in attempts] == [largest]
+    assert [a.choice for a in attempts] == [largest]
 
 
 def test_search_adds_the_standard_error():
@@ -199,7 +198,7 @@ def test_search_ends_where_errors_are_larger_than_the_limit():
 
     attempts = search_budget(lambda budget: ideal(min(budget, 1.0)), noisy, 0.01)
     assert attempts[-1].value <= 0.01
-    assert all(a.allocation.weight < math.inf for a in attempts)
+    assert all(a.choice.weight < math.inf for a in attempts)
 
 
 def test_search_passes_over_a_plan_that_breaks_the_model():
@@ -413,7 +412,7 @@ def test_a_plan_file_gives_the_rules_back(tmp_path: Path):
         Rule("*", LOSSLESS),
     ]
     path = tmp_path / "made.plan.toml"
-    path.write_bytes(plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
+    path.write_bytes(plan_bytes(PlanFile(tuple(rules)), ["neuzip compress\na b", "search 00"]))
     assert read_plan_file(path) == rules
     assert path.read_text().startswith("# neuzip compress a b\n# search 00\n")
 
@@ -449,8 +448,8 @@ def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, bas
     made = deliver.compress_to_target(request, read_text("demo"), baseline, stage)
     assert made.holds
     assert 0.99 * nbytes < made.report.stored_weight_bytes <= nbytes
-    assert made.run is not None
-    assert made.run.comparison.kld.mean.value < 0.75 * divergence
+    assert made.comparison is not None
+    assert made.comparison.kld.mean.value < 0.75 * divergence
 
 
 WORKS = ("compress", "compare")
@@ -470,7 +469,7 @@ def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere
         return stage(label, total, unit)
 
     made = deliver.compress_to_target(request, read_text("demo"), baseline, told)
-    assert made.holds and made.search is not None and made.run is not None
+    assert made.holds and made.search is not None and made.comparison is not None
     works = [f"trial {n}: {work}" for n in range(1, 1 + len(made.search.trials)) for work in WORKS]
     assert labels == [
         "stage 1 of 4, sizes",
@@ -478,10 +477,10 @@ def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere
         *(f"stage 3 of 4, {work}" for work in works),
         "stage 4 of 4, compress",  # and not measured again: the last trial had the same files
     ]
-    assert 0.8 * divergence < made.run.comparison.kld.mean.value <= divergence
+    assert 0.8 * divergence < made.comparison.kld.mean.value <= divergence
     assert made.report.stored_weight_bytes < 0.98 * nbytes
     assert made.search.trials[-1].bytes == made.report.stored_weight_bytes
-    assert made.search.trials[-1].comparison == made.run.comparison
+    assert made.search.trials[-1].comparison == made.comparison
     assert not list(tmp_path.glob("*trial*"))
 
 
@@ -490,7 +489,7 @@ def test_weights_alone_need_no_text(tmp_path: Path):
         CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
     )
     made = deliver.compress_to_target(request, None, None, stage)
-    assert made.holds and made.run is None
+    assert made.holds and made.comparison is None
     assert 0.39 < made.report.ratio <= 0.4
 
 
@@ -515,10 +514,11 @@ def test_samples_predict_what_sizes_there_can_be(tmp_path: Path):
 
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(
-    ("size", "code", "words"),
+    ("size", "scheme", "code", "words"),
     [
-        ("20%", 1, "take about 0.66 MB (24.9 %) at least"),
-        ("6GiB", 0, "lossless compression fits"),
+        ("20%", "rounded", 1, "take about 0.66 MB (24.9 %) at least"),
+        ("100B", "quantized", 1, "take about 0.05 MB (1.7 %) at least"),
+        ("6GiB", "quantized", 0, "lossless compression fits"),
     ],
 )
 def test_sizes_out_of_question_load_no_model(
@@ -526,13 +526,15 @@ def test_sizes_out_of_question_load_no_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     size: str,
+    scheme: str,
     code: int,
     words: str,
     dry_run: bool,
 ):
     monkeypatch.setattr("neuzip.eval.measures.comparison.BaselineComparison", None)
     monkeypatch.setattr(plan_search, "predict_candidates", None)
-    said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--target-size", size, *["--dry-run"] * dry_run)
+    options = ("--target-size", size, "--scheme", scheme, *["--dry-run"] * dry_run)
+    said = neuzip("compress", CHECKPOINT, tmp_path / "a", *options)
     assert said.exit_code == code, said.stderr
     assert words in said.stderr
     assert "sensitivity" not in said.stderr and "tries plans" not in said.stderr
@@ -567,8 +569,8 @@ def test_what_is_delivered_beyond_the_target_does_not_hold(tmp_path: Path, monke
 def test_an_increase_is_delivered_with_its_standard_error(baseline, tmp_path: Path):
     request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_ppl_increase("1%"), "fisher")
     made = deliver.compress_to_target(request, read_text("demo"), baseline, stage)
-    assert made.holds and made.run is not None
-    difference = made.run.comparison.nll_difference
+    assert made.holds and made.comparison is not None
+    difference = made.comparison.nll_difference
     assert difference.standard_error is not None
     assert difference.value + difference.standard_error <= request.target.limit
 
@@ -594,7 +596,7 @@ def test_a_plan_that_breaks_the_model_does_not_hold(baseline, tmp_path: Path, mo
 def test_a_search_depends_on_its_text(baseline, tmp_path: Path):
     request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
     texts = [None, *(Text("text", (Document("", content),)) for content in ("one", "two"))]
-    assert len({deliver.key_of(request, text, baseline) for text in texts}) == 3
+    assert len({key_of(request, text, baseline) for text in texts}) == 3
 
 
 def test_an_interrupted_run_takes_its_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -626,8 +628,8 @@ def test_on_a_gpu_each_tensor_is_measured(uniform, tmp_path: Path):
         made = deliver.compress_to_target(
             TargetRequest(CHECKPOINT, tmp_path / f"measured-{k}", target, "measured"), text, baseline, stage
         )
-        assert made.holds and made.run is not None
-        assert made.run.comparison.kld.mean.value < 0.8 * divergence
+        assert made.holds and made.comparison is not None
+        assert made.comparison.kld.mean.value < 0.8 * divergence
 
 
 @pytest.mark.gpu
@@ -645,7 +647,16 @@ def test_command_measures_on_a_gpu_if_there_is_one(neuzip: Speak, tmp_path: Path
 @pytest.mark.slow
 def test_command_says_what_was_asked_for_and_what_was_delivered(neuzip: Speak, tmp_path: Path):
     said = neuzip(
-        "compress", CHECKPOINT, tmp_path / "a", "--target-size", "38%", "--sensitivity", "weights", "--json"
+        "compress",
+        CHECKPOINT,
+        tmp_path / "a",
+        "--target-size",
+        "38%",
+        "--scheme",
+        "rounded",
+        "--sensitivity",
+        "weights",
+        "--json",
     )
     assert said.exit_code == 0, said.stderr
     target = said.json["target"]
@@ -664,7 +675,17 @@ def test_command_says_what_was_asked_for_and_what_was_delivered(neuzip: Speak, t
 def test_a_plan_that_was_edited_and_misses_its_target_is_told(
     neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    arguments = ("compress", CHECKPOINT, tmp_path / "a", "--target-size", "40%", "--sensitivity", "weights")
+    arguments = (
+        "compress",
+        CHECKPOINT,
+        tmp_path / "a",
+        "--target-size",
+        "40%",
+        "--scheme",
+        "rounded",
+        "--sensitivity",
+        "weights",
+    )
     monkeypatch.setattr(sys, "argv", ["/somewhere/cli/__main__.py", *map(str, arguments)])
     assert neuzip(*arguments).exit_code == 0
     plan = tmp_path / "a.plan.toml"
@@ -684,8 +705,8 @@ def test_a_plan_that_was_edited_and_misses_its_target_is_told(
     [
         ("find_plan", [], False),
         ("find_plan", ["--dry-run"], False),
-        ("_compress", [], True),
-        ("_compress", ["--overwrite"], False),
+        ("compressed", [], True),
+        ("compressed", ["--overwrite"], False),
     ],
 )
 def test_an_interrupted_search_says_what_is_kept(
@@ -705,10 +726,10 @@ def test_an_interrupted_search_says_what_is_kept(
     assert said.exit_code == 130
     assert "error: interrupted\n" in said.stderr
     assert ("repeat the command to resume" in said.stderr) is is_kept
-    assert (tmp_path / "a.plan.toml").exists() is (broken_off == "_compress")
+    assert (tmp_path / "a.plan.toml").exists() is (broken_off == "compressed")
 
 
-@pytest.mark.parametrize(("broken_off", "is_kept"), [("find_plan", False), ("_compress", True)])
+@pytest.mark.parametrize(("broken_off", "is_kept"), [("find_plan", False), ("compressed", True)])
 def test_a_full_disk_in_a_search_says_what_is_kept(
     neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_off: str, is_kept: bool
 ):
@@ -744,11 +765,21 @@ def test_command_measures_the_result_on_the_text(neuzip: Speak, tmp_path: Path):
     delivered = float(lines["perplexity"].split()[2])
     assert 0 < delivered <= 2
     assert f" tokens of {text}, in " in said.stdout and "a.plan.toml: " in said.stdout
-    assert "fisher" in said.stderr
+    assert f" tokens of the rest of {text}\n" in said.stderr
+    assert "the first half measures, the second half calibrates; --calibration takes" in said.stderr
 
 
 def test_dry_run_writes_nothing(neuzip: Speak, tmp_path: Path):
-    options = ("--target-size", "50%", "--sensitivity", "weights", "--dry-run", "--json")
+    options = (
+        "--target-size",
+        "50%",
+        "--scheme",
+        "rounded",
+        "--sensitivity",
+        "weights",
+        "--dry-run",
+        "--json",
+    )
     said = neuzip("compress", CHECKPOINT, tmp_path / "a", *options)
     assert said.exit_code == 0
     schemes = {t["scheme"] for t in said.json["tensors"]}
@@ -791,7 +822,7 @@ def test_what_exists_is_not_searched_for(neuzip: Speak, tmp_path: Path):
     assert said.exit_code == 0, "a dry run writes nothing"
 
 
-FROM_WEIGHTS = ("--target-size", "50%", "--sensitivity", "weights")
+FROM_WEIGHTS = ("--target-size", "50%", "--scheme", "rounded", "--sensitivity", "weights")
 
 
 @pytest.mark.slow
@@ -817,7 +848,17 @@ def test_the_time_is_that_of_planning_too(
 
 
 def test_excluded_tensors_stay_as_they_are(neuzip: Speak, tmp_path: Path):
-    options = ("--target-size", "50%", "--sensitivity", "weights", "--exclude", "*embed*", "--json")
+    options = (
+        "--target-size",
+        "50%",
+        "--scheme",
+        "rounded",
+        "--sensitivity",
+        "weights",
+        "--exclude",
+        "*embed*",
+        "--json",
+    )
     said = neuzip("compress", CHECKPOINT, tmp_path / "a", *options)
     schemes = {t["name"]: t["scheme"] for t in said.json["tensors"]}
     assert schemes["model.embed_tokens.weight"] == "raw"

@@ -50,8 +50,9 @@ def codes_of(out: int, columns: int, width: int) -> torch.Tensor:
 def packed_of(
     out: int, columns: int, width: int, dtype: torch.dtype, device: torch.device, factors: bool = True
 ) -> tuple[GridTensor, torch.Tensor]:
-    codes, grid = codes_of(out, columns, width), grid_of(out, columns, factors, factors)
-    return grid_linear.pack(codes.to(device), grid, dtype, width), grid.values(codes, dtype)
+    grid = grid_of(out, columns, factors, factors)
+    weights = grid.values(codes_of(out, columns, width), dtype)
+    return grid_linear.pack(weights.to(device), grid, width), weights
 
 
 def assert_product(
@@ -86,8 +87,12 @@ def test_decodes_to_the_grids_values(out: int, columns: int, width: int, device:
 @pytest.mark.parametrize("factors", [False, True])
 def test_rows_and_columns_have_factors_of_their_own(factors: bool, dtype: torch.dtype):
     """Row factors only, and column factors only."""
-    codes, grid = codes_of(17, 70, 5), grid_of(17, 70, factors, not factors)
-    assert same_bits(grid_linear.decode(grid_linear.pack(codes, grid, dtype)), grid.values(codes, dtype))
+    grid = grid_of(17, 70, factors, not factors)
+    weights = grid.values(codes_of(17, 70, 5), dtype)
+    packed = grid_linear.pack(weights, grid)
+    assert packed.width == 5
+    assert packed.escapes.numel() == (codes_of(17, 70, 5).float() + 0.5).abs().gt(16).sum()
+    assert same_bits(grid_linear.decode(packed), weights)
 
 
 def test_the_width_is_that_of_the_least_bits():
@@ -95,15 +100,18 @@ def test_the_width_is_that_of_the_least_bits():
     grid = Grid(0.01)
     for spread, expected in ((1, 4), (4, 5), (20, 7)):
         codes = (gaussian(256, 256, seed=1) * spread).round().to(torch.int16)
-        sizes = {w: grid_linear.pack(codes, grid, BF16, w).nbytes for w in grid_linear.WIDTHS}
-        assert grid_linear.pack(codes, grid, BF16).width == min(sizes, key=sizes.__getitem__) == expected
+        weights = grid.values(codes, BF16)
+        sizes = {w: grid_linear.pack(weights, grid, w).nbytes for w in grid_linear.WIDTHS}
+        assert grid_linear.pack(weights, grid).width == min(sizes, key=sizes.__getitem__) == expected
 
 
-def test_extreme_codes_are_escapes():
-    codes = torch.tensor([[-(1 << 15), (1 << 15) - 1, 0, 1, -1, 7, 8, -8, -9]], dtype=torch.int16)
-    packed = grid_linear.pack(codes, Grid(0.5), BF16, 4)
-    assert packed.escapes.numel() == 4
-    assert grid_linear.decode(packed).tolist() == [[-16384.0, 16384.0, 0.0, 0.5, -0.5, 3.5, 4.0, -4.0, -4.5]]
+def test_what_is_no_code_of_the_window_is_an_escape():
+    """Codes beyond it, -0, what is on no grid, infinities and NaNs: all come back bit for bit."""
+    numbers = [-16384.0, 16384.0, 0.0, 0.5, -0.5, 3.5, 4.0, -4.0, -4.5, -0.0, 0.3, torch.inf, torch.nan]
+    weights = torch.tensor([numbers], dtype=BF16)
+    packed = grid_linear.pack(weights, Grid(0.5), 4)
+    assert (packed.escapes & 0xFFFF).tolist() == [0, 1, 6, 8, 9, 10, 11, 12]
+    assert same_bits(grid_linear.decode(packed), weights)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +198,13 @@ def test_arguments_that_do_not_fit(device: torch.device):
         ops.linear(torch.zeros(2, 64, device=device), packed)
     with pytest.raises(ValueError, match="out is"):
         ops.decode(packed, out=torch.zeros(18, 63, dtype=BF16, device=device))
-    codes = torch.zeros(2, 2, dtype=torch.int16)
+    weights = torch.zeros(2, 2, dtype=BF16)
     with pytest.raises(TypeError, match="bfloat16 or float16"):
-        grid_linear.pack(codes, Grid(1.0), torch.float32)
+        grid_linear.pack(weights.float(), Grid(1.0))
     with pytest.raises(ValueError, match="not empty"):
-        grid_linear.pack(codes[:0], Grid(1.0), BF16)
+        grid_linear.pack(weights[:0], Grid(1.0))
     with pytest.raises(ValueError, match="4 to 8 bits"):
-        grid_linear.pack(codes, Grid(1.0), BF16, 3)
+        grid_linear.pack(weights, Grid(1.0), 3)
 
 
 def test_a_card_that_computes_wrong_results_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -259,7 +267,7 @@ from neuzip.kernels.grid_linear.pack import pack
 from neuzip.kernels.grid_linear.triton import decode
 from neuzip.kernels.grid_linear.triton.linear import linear
 
-packed = pack(torch.zeros(64, 1024, dtype=torch.int16), Grid(1.0), torch.bfloat16, 5)
+packed = pack(torch.zeros(64, 1024, dtype=torch.bfloat16), Grid(1.0), 5)
 for rows in (1, 16):
     linear(torch.zeros(rows, 1024, dtype=torch.bfloat16), packed)
 decode.decode(packed, 0, torch.zeros(64, 1024, dtype=torch.bfloat16))

@@ -131,7 +131,16 @@ def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuz
 def test_parts_that_no_text_goes_through_are_not_rounded_for_nothing(
     method: str, folder: Path, tmp_path: Path, neuzip
 ):
-    options = ("--target-size", "70%", "--text", folder / "text.txt", "--sensitivity", method)
+    options = (
+        "--target-size",
+        "70%",
+        "--text",
+        folder / "text.txt",
+        "--scheme",
+        "rounded",
+        "--sensitivity",
+        method,
+    )
     said = neuzip("compress", folder / "plain", tmp_path / "out", *options, "--json")
     assert said.exit_code == 0, said.stderr
     rules = read_plan_file(tmp_path / "out.plan.toml")

@@ -1,0 +1,126 @@
+"""The text that calibrates quantised weights: other tokens than those on which plans are compared."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from neuzip.errors import NeuzipError, UsageError
+from neuzip.eval.demo import split_topics
+from neuzip.eval.measures import fingerprint
+from neuzip.eval.measures.conventions import Tokenised
+from neuzip.eval.measures.texts import Document, Text, read_text
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.runtime.hf.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from neuzip.eval.measures.comparison import BaselineComparison
+
+COMPARED = 16384
+"""Tokens of text on which plans are compared, if there are as many."""
+
+CALIBRATING = {"cpu": 16384, "cuda": 98304}
+"""Tokens of text that calibrate at most, by the type of the device."""
+
+LEAST = 512
+"""Tokens without which a text neither calibrates nor compares."""
+
+DEMO = "demo"
+"""The name of the built-in text."""
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationText:
+    """Tokens of a text, int64 [n], and `front`, the BOS before each window, None if there is none.
+
+    `note` says what the reader should know of the text, or is empty.
+    """
+
+    name: str
+    ids: torch.Tensor
+    front: int | None
+    note: str = ""
+
+    def windows(self, baseline: BaselineComparison) -> CalibrationWindows:
+        """The text in windows of the same length as those of a comparison."""
+        return CalibrationWindows.of(self.ids, baseline.reading.convention.window, self.front)
+
+    @property
+    def fingerprint(self) -> str:
+        """A short key of the tokens."""
+        return fingerprint.of_values({"ids": self.ids.tolist(), "front": self.front})
+
+
+@dataclass(frozen=True)
+class TextParts:
+    """The most tokens on which plans are compared, and the text that calibrates; None without calibration."""
+
+    compared: int
+    calibration: CalibrationText | None
+
+
+def split_text(path: Path, text: Text, source: str, calibration: str, device: torch.device) -> TextParts:
+    """Divide text between the comparison of plans and the calibration of a checkpoint at `path`.
+
+    text         the text on which plans are compared, which `source` names
+    device       where the model runs
+    calibration  "auto" for what the comparison leaves of it, "none", or another text
+
+    Raises UsageError if both are one text, and NeuzipError for a text that is too short.
+    """
+    if calibration == "none":
+        return TextParts(COMPARED, None)
+    most = CALIBRATING[device.type]
+    if calibration == "auto" and source == DEMO:
+        return TextParts(COMPARED, _whole(path, _other_topics(), most))
+    if calibration == "auto":
+        return _rest(path, text, most)
+    other = read_text(calibration)
+    if other.content == text.content:
+        raise UsageError(
+            f"`calibration={calibration!r}`: is the text on which the result is measured, {text.name}",
+            "give another text, or auto, which divides `text` in two",
+        )
+    return TextParts(COMPARED, _whole(path, other, most))
+
+
+def _other_topics() -> Text:
+    """The part of the built-in text that `read_text("demo")` leaves out."""
+    documents = (Document(f"topics {i}", topic) for i, topic in enumerate(split_topics()[0]))
+    return Text(f"the other topics of demo (Python {platform.python_version()})", tuple(documents))
+
+
+def _whole(path: Path, text: Text, most: int) -> CalibrationText:
+    """The first `most` tokens of a text."""
+    tokenised = Tokenised(text, load_tokenizer(path))
+    ids = torch.tensor(tokenised.ids[: most + 1])
+    if len(ids) < LEAST:
+        raise NeuzipError(
+            f"{text.name}: has {len(ids)} tokens, too few to calibrate",
+            f"give `calibration` a text of at least {LEAST} tokens, or none",
+        )
+    return CalibrationText(text.name, ids, tokenised.bos)
+
+
+def _rest(path: Path, text: Text, most: int) -> TextParts:
+    """What the comparison leaves of a text: the second half, if the text is shorter than two comparisons."""
+    tokenised = Tokenised(text, load_tokenizer(path))
+    total = len(tokenised.ids)
+    compared = min(COMPARED, total // 2)
+    if compared < LEAST:
+        raise NeuzipError(
+            f"{text.name}: has {total} tokens, too few to calibrate on one half and measure on the other",
+            f"give `calibration` another text, or none; or give `text` at least {2 * LEAST} tokens",
+        )
+    ids = torch.tensor(tokenised.ids[compared + 1 :][: most + 1])
+    note = ""
+    if compared < COMPARED:
+        note = (
+            f"{text.name} has only {total:,} tokens: the first half measures, the second half calibrates;"
+            " `calibration` takes another text"
+        )
+    return TextParts(compared, CalibrationText(f"the rest of {text.name}", ids, tokenised.bos, note))

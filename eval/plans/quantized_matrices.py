@@ -1,0 +1,73 @@
+"""The matrices of a checkpoint that a target quantises, and the rules that store their codes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from neuzip.compress import Plan
+from neuzip.compress.prepared import PreparedCodes
+from neuzip.compress.rules import Rule, Scheme
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
+from neuzip.eval.plans.reach import FixedBytes, before_lossless
+from neuzip.eval.plans.tensor_groups import exact_glob, find_matrices
+from neuzip.kernels.grid import Grid
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrices:
+    """The matrices of floats of a checkpoint that a plan leaves lossless.
+
+    tensors   without those that are stored as another one
+    aliases   by the name of a tensor, the names of those that are stored as it
+    fixed     predicted bytes of the weight files without the matrices
+    lossless  predicted bytes of the weight files if nothing is quantised
+    """
+
+    source: FolderSource
+    tensors: tuple[SourceTensor, ...]
+    aliases: Mapping[str, Sequence[str]]
+    fixed: int
+    lossless: int
+
+    @classmethod
+    def of(cls, source: FolderSource, plan: Plan) -> QuantizedMatrices:
+        """The matrices that a plan with predictions leaves lossless. Raises NeuzipError if there are none."""
+        matrices = find_matrices(source, plan)
+        aliases: dict[str, list[str]] = defaultdict(list)
+        for t in matrices:
+            if t.alias_of is not None:
+                aliases[t.alias_of.name].append(t.tensor.name)
+        fixed = FixedBytes.of(source, plan, {t.tensor.name for t in matrices}).total
+        tensors = tuple(t.tensor for t in matrices if t.alias_of is None)
+        return cls(source, tensors, aliases, fixed, fixed + sum(t.predicted or 0 for t in matrices))
+
+    @property
+    def count(self) -> int:
+        """Number of tensors, those included that are stored as another one."""
+        return len(self.tensors) + sum(map(len, self.aliases.values()))
+
+    def grids(self, prepared: PreparedCodes) -> dict[str, Grid]:
+        """The grids of the tensors that have codes, by name."""
+        chosen = {tensor.name: prepared.codes_of(tensor.name) for tensor in self.tensors}
+        return {name: pair[1] for name, pair in chosen.items() if pair is not None}
+
+    def rules(self, grids: Mapping[str, Grid], rules: Iterable[Rule]) -> tuple[Rule, ...]:
+        """Rules that quantise the tensors with grids, before the first of `rules` that says lossless."""
+        quantised = [
+            Rule(exact_glob(name), _scheme(grid), min_dimensions=2)
+            for holder, grid in grids.items()
+            for name in (holder, *self.aliases.get(holder, ()))
+        ]
+        return before_lossless(tuple(rules), quantised)
+
+
+def _scheme(grid: Grid) -> Scheme:
+    return Scheme(
+        "quantized",
+        step=grid.step,
+        row_factors=grid.rows is not None,
+        column_factors=grid.columns is not None,
+    )

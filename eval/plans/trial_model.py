@@ -1,0 +1,86 @@
+"""A live copy of a model with the weights that codes stand for: a plan is tried without a file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from neuzip.compress.pieces import digest
+from neuzip.compress.prepared import PreparedCodes
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
+from neuzip.eval.measures.divergence import Comparison
+from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.quantize.checkpoint_parameters import find_parameters
+from neuzip.formats.checkpoint import find_checkpoint
+from neuzip.formats.container import Container
+from neuzip.kernels.grid import Grid
+from neuzip.runtime.dtypes import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class MeasuredWeights:
+    """A comparison of a live model, and the checksums of the restored tensors in it, by name."""
+
+    checksums: dict[str, str]
+    comparison: Comparison
+
+    def holds_for(self, dst: Path) -> bool:
+        """Whether a compressed checkpoint restores these tensors bit for bit, by its checked records."""
+        checkpoint = find_checkpoint(dst)
+        stored: dict[str, str] = {}
+        for path in checkpoint.weight_paths():
+            with Container(path) as container:
+                stored |= {name: record.checksum for name, record in container.manifest.tensors.items()}
+        return all(stored.get(name) == checksum for name, checksum in self.checksums.items())
+
+
+@dataclass(frozen=True, eq=False)
+class TakenWeights:
+    """Checksums and grids of restored tensors, by name."""
+
+    checksums: dict[str, str]
+    grids: dict[str, Grid]
+
+
+class TrialModel:
+    """A copy of a loaded model, to be given the weights of plans.
+
+    `unplaced` counts tensors that are no parameter of the model: a trial says nothing of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: FolderSource, tensors: Sequence[SourceTensor]) -> None:
+        self.headed = HeadedModel(copy.deepcopy(model))
+        self._tensors = tensors
+        self._places = find_parameters(self.headed.model, source, tensors)
+        self.unplaced = len(tensors) - len(self._places)
+
+    @torch.no_grad()
+    def take(self, prepared: PreparedCodes) -> TakenWeights:
+        """Compute with the weights that codes stand for; a tensor without codes stays as it is."""
+        checksums, grids = {}, {}
+        for tensor in self._tensors:
+            chosen = prepared.codes_of(tensor.name)
+            if chosen is None:
+                continue
+            codes, grid = chosen
+            values = grid.values(torch.from_numpy(codes), TORCH_DTYPES[tensor.info.dtype])
+            values = values.view(tensor.info.shape)
+            checksums[tensor.name], grids[tensor.name] = _checksum(values), grid
+            if tensor.name in self._places:
+                self._places[tensor.name].values.copy_(values)
+        return TakenWeights(checksums, grids)
+
+
+def _checksum(values: torch.Tensor) -> str:
+    """The checksum of a tensor's bytes, as records of a container have it."""
+    data = values.contiguous().view(torch.uint8).numpy().reshape(-1)
+    return digest(lambda start, stop: data[start:stop], data.nbytes)

@@ -1,0 +1,336 @@
+"""Quantized tensors: rounding to nearest, codes from elsewhere, and what is kept lossless instead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Speak
+from safetensors.torch import load_file, save_file
+
+import neuzip
+from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.compress.delta_base import DeltaBase
+from neuzip.compress.ranks import Ranks
+from neuzip.compress.rules_file import plan_bytes, read_plan_file
+from neuzip.compress.schemes import codec_for
+from neuzip.compress.schemes.codec import TensorInput
+from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, shifted
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.container import Container
+from neuzip.formats.manifest import check_requirements
+from neuzip.formats.safetensors_file import TensorInfo
+from neuzip.kernels.grid import Grid, Spread, factor_bytes
+from neuzip.runtime.read_gpu import read_on
+
+STEP = Scheme("quantized", step=0.05)
+RULES = (Rule("*", STEP, min_dimensions=2),)
+
+
+def weights(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def records(path: Path) -> dict[str, Any]:
+    with Container(path) as container:
+        return {name: record.to_json() for name, record in container.manifest.tensors.items()}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Codes by name."""
+
+    codes: dict[str, tuple[np.ndarray, Grid]]
+    identity: str = "calibration 1"
+    asked: list[str] = field(default_factory=list)
+
+    def codes_of(self, name: str, /) -> tuple[np.ndarray, Grid] | None:
+        self.asked.append(name)
+        return self.codes.get(name)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with what is quantized and what is not."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tensors = {
+        "q.weight": weights(48, 96),
+        "half.weight": weights(3, 20, 100, seed=1).half(),
+        "infinite.weight": torch.full((64, 64), float("inf")),
+        "norm.weight": weights(4096, dtype=torch.float32),
+        "small.weight": weights(4, 4),
+    }
+    tensors["tied.weight"] = tensors["q.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def run(neuzip: Speak, *arguments: object) -> dict[str, Any]:
+    """The JSON of a command that has to succeed."""
+    said = neuzip(*arguments, "--json")
+    assert said.exit_code == 0, said.stderr
+    return said.json
+
+
+def test_it_goes_through_all_commands_and_loaders(checkpoint: Path, tmp_path: Path, neuzip: Speak) -> None:
+    plan, small, back = (tmp_path / name for name in ("plan.toml", "small", "back"))
+    plan.write_bytes(plan_bytes([Rule("*", replace(STEP, row_factors=True), 2)], []))
+    assert 'scheme = "quantized"\nstep = 0.05\nrow_factors = true' in plan.read_text()
+    planned = run(neuzip, "compress", checkpoint, small, "--plan", plan, "--dry-run")
+    report = run(neuzip, "compress", checkpoint, small, "--plan", plan)
+    assert {t["name"]: t["scheme"] for t in planned["tensors"]}["q.weight"] == "step=0.05 row factors"
+    made = {t["name"]: t for t in report["tensors"]}
+    assert {name: t["scheme"] for name, t in made.items()} == {
+        "q.weight": "quantized 8-bit codes, row factors",
+        "half.weight": "quantized 8-bit codes, row factors",
+        "tied.weight": "same as q.weight",
+        "infinite.weight": "lossless, 0 of 23 mantissa bits",
+        "norm.weight": "lossless",
+        "small.weight": "raw",
+    }
+    assert "infinities" in made["infinite.weight"]["note"]
+    assert made["q.weight"]["loss"]["relative_l2"] == pytest.approx(0.05 / 12**0.5, rel=0.05)
+    run(neuzip, "verify", small)
+    verified = run(neuzip, "verify", small, "--original", checkpoint)
+    assert {t["name"]: t["scheme"] for t in verified["tensors"]}["q.weight"] == "quantized"
+    assert "quantized 8-bit codes, row factors" in str(run(neuzip, "inspect", small))
+    run(neuzip, "decompress", small, back)
+
+    weight = load_file(checkpoint / "model.safetensors")["q.weight"]
+    spread = Spread(weight.numel(), 96)
+    spread.add(weight.double().flatten().numpy())
+    grid = Grid(0.05, spread.row_factors)
+    expected = grid.values(grid.codes(weight), torch.bfloat16)
+    restored = load_file(back / "model.safetensors")
+    assert torch.equal(restored["q.weight"], expected)
+    assert torch.equal(restored["tied.weight"], expected)
+    assert json.loads((small / "neuzip/manifest.json").read_text())["requires"] == ["quantized"]
+    assert json.loads((small / "config.json").read_text())["quantization_config"]["lossless"] is False
+    loaded = _library().load_file(small / "model.safetensors")
+    assert all(torch.equal(loaded[name], restored[name]) for name in restored)
+    with _library().safe_open(small / "model.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_slice("half.weight")[1:2], restored["half.weight"][1:2])
+    with FolderSource(small) as source:
+        tensors = [t for t in source.tensors() if t.name in ("q.weight", "half.weight")]
+        on_gpu = read_on(torch.device("cpu"), source, tensors)
+    assert all(torch.equal(w, restored[t.name]) for w, t in zip(on_gpu, tensors, strict=True))
+
+
+def _library() -> Any:
+    return neuzip
+
+
+def test_a_model_is_loaded_and_described(tmp_path: Path) -> None:
+    from models import GROUPED, llama
+
+    from neuzip.formats.card.model_card import model_card
+    from neuzip.formats.checkpoint import find_checkpoint
+
+    model = llama(0, **{**GROUPED, "hidden_size": 64})
+    model.save_pretrained(tmp_path / "model")
+    compress(tmp_path / "model", tmp_path / "small", [Rule("*", Scheme("quantized", step=0.005), 2)])
+    loaded = neuzip.load_model(tmp_path / "small", residency="dense", device="cpu")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    grid, weight = Grid(0.005), model.get_parameter(name).detach()
+    assert torch.equal(loaded.get_parameter(name), grid.values(grid.codes(weight), weight.dtype))
+    card = model_card(find_checkpoint(tmp_path / "small"), "", "me/small", "small")
+    assert "quantized, entropy-coded integers of up to" in card
+
+
+def test_what_is_on_the_grid_loses_nothing(tmp_path: Path) -> None:
+    whole = torch.randint(-6, 7, (100, 100), generator=torch.Generator().manual_seed(0)) / 8
+    save_file({"w": whole.bfloat16()}, tmp_path / "w.safetensors")
+    report = compress(
+        tmp_path / "w.safetensors", tmp_path / "s.safetensors", [Rule("*", Scheme("quantized", step=0.125))]
+    )
+    assert [t.scheme for t in report.tensors] == ["quantized 4-bit codes, lossless"]
+    assert report.tensors[0].loss is None
+    decompress(tmp_path / "s.safetensors", tmp_path / "back.safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == (tmp_path / "w.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("weight", "step", "note"),
+    [
+        (weights(64, 64), 1e-6, "weights need codes beyond -32768 to 32767 with the step 1e-06"),
+        (weights(64, 64) * 5e37, 5e37, "codes of 4 bits with steps up to 5e+37 go beyond the largest BF16"),
+        (weights(64, 64), 2e-3, "takes no less as codes"),
+        (torch.full((64, 64), float("nan")), 0.1, "holds infinities or NaNs"),
+        (torch.full((64, 64), 1e300, dtype=torch.float64), 0.1, "weights need codes beyond"),
+    ],
+)
+def test_what_has_no_codes_is_kept_lossless(
+    weight: torch.Tensor, step: float, note: str, tmp_path: Path
+) -> None:
+    save_file({"w": weight}, tmp_path / "w.safetensors")
+    rules = [Rule("*", Scheme("quantized", step=step))]
+    (tensor,) = compress(tmp_path / "w.safetensors", tmp_path / "s.safetensors", rules).tensors
+    assert tensor.scheme.startswith("lossless")
+    assert note in tensor.note
+    assert tensor.note.endswith("kept lossless")
+
+
+@pytest.mark.parametrize("shape", [(), (5000,), (1, 5000), (5000, 1), (2, 50, 50), (0, 7)])
+def test_shapes(shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuzip.compress.pieces.OVERHEAD", -(10**9))
+    monkeypatch.setattr("neuzip.compress.schemes.raw.CODED_MINIMUM", 0)
+    weight = weights(*shape, dtype=torch.float32)
+    save_file({"w": weight}, tmp_path / "w.safetensors")
+    rules = [Rule("*", Scheme("quantized", step=0.25, row_factors=True, column_factors=True))]
+    report = compress(tmp_path / "w.safetensors", tmp_path / "s.safetensors", rules)
+    decompress(tmp_path / "s.safetensors", tmp_path / "back.safetensors")
+    restored = load_file(tmp_path / "back.safetensors")["w"]
+    if len(shape) > 1 and weight.numel():
+        assert report.tensors[0].scheme.startswith("quantized")
+    assert restored.shape == weight.shape
+    assert bool(((restored - weight).abs() <= 0.25 * 248).all())
+
+
+def test_the_bytes_do_not_depend_on_pieces_or_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": weights(3, 16384 + 4096)}, tmp_path / "w.safetensors")
+    rules = [Rule("*", replace(STEP, row_factors=True, column_factors=True))]
+    made = []
+    for size, jobs in ((PIECE, 1), (16384, 2)):
+        for module in ("pieces", "schemes.quantized_coding"):
+            monkeypatch.setattr(f"neuzip.compress.{module}.PIECE", size)
+        monkeypatch.setattr("neuzip.compress.encode_tensor.SMALL", size)
+        compress(tmp_path / "w.safetensors", tmp_path / "s.safetensors", rules, jobs=jobs, overwrite=True)
+        made.append((tmp_path / "s.safetensors").read_bytes())
+    assert made[0] == made[1]
+    verify(tmp_path / "s.safetensors")
+
+
+def test_sizes_are_predicted() -> None:
+    weight = weights(256, 200).view(torch.int16).numpy().view(np.uint8).reshape(-1)
+    info = TensorInfo("w", "BF16", (256, 200), 0, weight.size)
+    tensor = TensorInput(info, lambda start, stop: weight[start:stop])
+    codec = codec_for(STEP)
+    assert codec.predict(tensor, STEP) == pytest.approx(codec.encode(tensor, STEP).nbytes, rel=0.01)
+    fine = replace(STEP, step=1e-9)
+    assert codec.predict(tensor, fine) == codec_for(Scheme()).predict_exact(tensor)
+
+
+def test_codes_have_the_least_bits_that_hold_them() -> None:
+    for low, high, bits in ((0, 0, 2), (-2, 1, 2), (-3, 0, 3), (0, 2, 3), (-128, 127, 8), (-129, 0, 9)):
+        assert code_bits(low, high) == bits
+        codes = np.array([low, high], np.int16)
+        assert shifted(codes, bits).tolist() == [low + 2 ** (bits - 1), high + 2 ** (bits - 1)]
+    assert shifted(np.array([-32768, 32767], np.int16), 16).tolist() == [0, 65535]
+
+
+# Codes from elsewhere
+
+
+def prepared_for(weight: torch.Tensor) -> tuple[np.ndarray, Grid]:
+    """Codes rounded down, which no rule makes."""
+    grid = Grid(0.1, factor_bytes(torch.linspace(0.5, 2, len(weight))))
+    codes = (weight.float() / grid.steps(weight.shape)).floor().to(torch.int16)
+    return codes.numpy(), grid
+
+
+def test_prepared_codes_are_stored_and_compared_with_the_source(checkpoint: Path, tmp_path: Path) -> None:
+    weight = load_file(checkpoint / "model.safetensors")["q.weight"]
+    codes, grid = prepared_for(weight)
+    prepared = Prepared({"q.weight": (codes, grid)})
+    report = compress(checkpoint, tmp_path / "small", RULES, prepared=prepared)
+    restored = neuzip.load_file(tmp_path / "small/model.safetensors")
+    expected = grid.values(torch.from_numpy(codes), torch.bfloat16)
+    assert torch.equal(restored["q.weight"], expected)
+    loss = {t.name: t.loss for t in report.tensors}["q.weight"]
+    error = (expected.double() - weight.double()).norm() / weight.double().norm()
+    assert loss is not None and loss.relative_l2 == pytest.approx(float(error), rel=1e-5)
+    assert set(prepared.asked) == {"q.weight", "half.weight", "infinite.weight"}
+    plain = compress(checkpoint, tmp_path / "plain", RULES)
+    assert {t.name: t for t in plain.tensors}["half.weight"] == {t.name: t for t in report.tensors}[
+        "half.weight"
+    ]
+
+
+def test_prepared_codes_of_another_identity_are_not_resumed(checkpoint: Path, tmp_path: Path) -> None:
+    weight = load_file(checkpoint / "model.safetensors")["q.weight"]
+    prepared = Prepared({"q.weight": prepared_for(weight)})
+    compress(checkpoint, tmp_path / "small", RULES, prepared=prepared)
+    assert compress(checkpoint, tmp_path / "small", RULES, prepared=prepared).resumed_files == 1
+    for other in (None, replace(prepared, identity="calibration 2")):
+        with pytest.raises(NeuzipError, match="small"):
+            compress(checkpoint, tmp_path / "small", RULES, prepared=other)
+
+
+@pytest.mark.parametrize(
+    ("codes", "grid", "problem"),
+    [
+        (np.zeros((4, 5), np.int16), Grid(0.1), "q.weight: the prepared codes are int16 of shape"),
+        (np.zeros((48, 96), np.int32), Grid(0.1), "q.weight: the prepared codes are int32 of shape"),
+        (np.zeros((48, 96), np.int16), Grid(0.1, torch.zeros(7, dtype=torch.uint8)), "48 row factors"),
+    ],
+)
+def test_prepared_codes_that_do_not_fit_are_refused(
+    codes: np.ndarray, grid: Grid, problem: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(NeuzipError, match=problem):
+        compress(checkpoint, tmp_path / "small", RULES, prepared=Prepared({"q.weight": (codes, grid)}))
+
+
+def test_prepared_codes_need_one_process_and_no_base(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="memory of one process, and there are 2"):
+        compress(checkpoint, tmp_path / "s", RULES, prepared=Prepared({}), ranks=Ranks(0, 2))
+    with FolderSource(checkpoint) as source, pytest.raises(UsageError, match="`base` excludes prepared"):
+        compress(checkpoint, tmp_path / "s", prepared=Prepared({}), base=DeltaBase(source, "base"))
+
+
+# Rules and features
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        ("", "the scheme 'quantized' needs a step"),
+        ("step = 0", "`step=0`: is no positive number that fp32 has"),
+        ("step = -0.5", "`step=-0.5`: is no positive number"),
+        ("step = nan", "`step=nan`: is no positive number"),
+        ("step = inf", "`step=inf`: is no positive number"),
+        ("step = 1e-40", "`step=1e-40`: is no positive number"),
+        ("step = true", "`step=True`: is no positive number"),
+        ('step = "x"', "`step='x'`: is no positive number"),
+        ("step = 0.1\nrow_factors = 1", "`row_factors=1` is not true or false"),
+        ("step = 0.1\nmantissa_bits = 3", "the scheme 'quantized' with mantissa bits 3"),
+        ("step = 0.1\ngroup = 3", "the scheme 'quantized' has no group"),
+    ],
+)
+def test_rules_are_checked(rule: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(f'[[rule]]\nmatch = "*"\nscheme = "quantized"\n{rule}\n')
+    with pytest.raises(NeuzipError) as raised:
+        read_plan_file(tmp_path / "plan.toml")
+    assert problem in raised.value.message
+
+
+def test_a_step_is_for_quantized_rules_only() -> None:
+    with pytest.raises(UsageError, match="the scheme 'lossless' has no step"):
+        Scheme(step=0.1)
+
+
+def test_an_older_reader_refuses_it_by_name(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress(checkpoint, tmp_path / "small", RULES)
+    monkeypatch.setattr("neuzip.formats.manifest.KNOWN_REQUIREMENTS", frozenset({"delta", "pool"}))
+    for path in (tmp_path / "small", tmp_path / "small" / "model.safetensors"):
+        with pytest.raises(FormatError, match="requires 'quantized', which this neuzip does not know"):
+            verify(path)
+    assert check_requirements({"requires": ["pool"]}, "file") == ["pool"]
+
+
+def test_lossless_files_require_nothing_new(checkpoint: Path, tmp_path: Path) -> None:
+    compress(checkpoint, tmp_path / "small")
+    assert "requires" not in json.loads((tmp_path / "small/neuzip/manifest.json").read_text())
+    assert all(r["scheme"] != "quantized" for r in records(tmp_path / "small/model.safetensors").values())
