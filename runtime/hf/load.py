@@ -125,7 +125,7 @@ def load_model(
                 place,
                 verify=verify,
                 in_groups=residency != "dense",
-                on_grids=residency == "packed",
+                residency=residency,
             ) as stored:
                 if residency != "dense":
                     prefer_ours(config)
