@@ -93,7 +93,9 @@ def stored_tensors(
         of_residency = _QUANTIZED.get(residency)
         quantized = [t for t in tensors if of_residency and of_residency.can_be(source, t)]
         if in_groups and (place is None or place.type == "cuda"):
-            groups = _TensorGroups(source, tensors, place, workers, failures, verify)
+            apart = {t.name for t in quantized if of_residency is _AnsTensor}  # which need no values
+            together = [t for t in tensors if t.name not in apart]
+            groups = _TensorGroups(source, together, place, workers, failures, verify)
             stored: dict[str, Any] = {
                 t.name: _PlacedTensor(source, t, partial(groups.take, t)) for t in tensors
             }
