@@ -120,13 +120,9 @@ def load_model(
             record_activations(config, source, tensors)
         try:
             with stored_tensors(
-                source,
-                tensors,
-                place,
-                verify=verify,
-                in_groups=residency != "dense",
+                source, tensors, place, verify=verify, in_groups=residency != "dense",
                 on_grids=residency == "packed",
-            ) as stored:
+            ) as stored:  # fmt: skip
                 if residency != "dense":
                     prefer_ours(config)
                 skeleton = skeleton_of(config)
