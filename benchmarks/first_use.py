@@ -24,11 +24,12 @@ import time
 import torch
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.packed_linear import ops
+from neuzip.kernels.rans.coded import Kind
 from neuzip.kernels.rans.coded_sample import coded_weights
 from neuzip.kernels.rans.triton.decode import decode
 
 place = torch.device("cuda", 0)
-tensor, bits = coded_weights((FORMATS["BF16"], 7, 2, 0), 64, place)
+tensor, bits = coded_weights(Kind(FORMATS["BF16"], 7, 2, 0), 64, place)
 out = torch.empty(bits.size, dtype=torch.int16, device=place)
 weight = (torch.randn(4096, 4096, device=place) * 0.02).bfloat16()
 torch.cuda.synchronize()

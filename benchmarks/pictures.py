@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from neuzip import compress_checkpoint
 from neuzip.compress.sources.folder import FolderSource
@@ -36,7 +37,9 @@ TENSOR = "model.layers.0.mlp.gate_proj.weight"
 
 def main() -> int:
     """Draw, then write or compare."""
-    drawn = {"weight": weight(), "exponents": exponents(), "block": block(), "forms": forms()}
+    drawn = {
+        "weight": weight(), "exponents": exponents(), "grid": grid(), "block": block(), "forms": forms(),
+    }  # fmt: skip
     differ = [name for name, svg in drawn.items() if not is_kept(name, svg)]
     if "--check" in sys.argv:
         print(*differ, sep="\n", end="")
@@ -186,6 +189,53 @@ def exponents() -> str:
         )
     )
     return picture(392, "How often each exponent occurs in the demo checkpoint", parts)
+
+
+def grid() -> str:
+    """How often each code of a tensor occurs on a uniform grid, and the bits that entropy coding gives it."""
+    values = tensor_values()
+    deviation = float(np.sqrt(np.mean(values * values)))
+    step = deviation / 2
+    codes = np.rint(values / step).astype(int)
+    shown = range(-7, 8)
+    left, bottom, width, tall, most = 68, 280, 41, 190, 0.2
+    shares = {code: float(np.mean(codes == code)) for code in shown}
+    counts = np.bincount(codes - codes.min())
+    parts = [
+        text(40, 28, f"Codes of {TENSOR}", bold=True),
+        text(40, 48, f"The step is half of the standard deviation of the weights: {step:.4f}. "
+                     "A weight is stored as the nearest code.", size=13),
+    ]  # fmt: skip
+    for percent in (0, 5, 10, 15, 20):
+        y = bottom - tall * percent / 100 / most
+        parts += [line(left, y, left + width * len(shown), y, FAINT)]
+        parts += [text(left - 8, y + 4, f"{percent} %", at="end", size=13, color=MUTED)]
+    for place, code in enumerate(shown):
+        high, middle = tall * shares[code] / most, left + width * (place + 0.5)
+        parts.append(box(left + width * place + 3, round(bottom - high, 2), width - 6, high, EXPONENT))
+        bits = f"{-math.log2(shares[code]):.1f}" if shares[code] else ""
+        parts.append(text(middle, round(bottom - high - 6, 2), bits, size=13, at="middle"))
+        parts.append(text(middle, bottom + 18, f"{code}".replace("-", "−"), size=14, at="middle", bold=True))
+        value = f"{code * step:.3f}".replace("-", "−")
+        parts.append(text(middle, bottom + 36, value, size=11, at="middle", color=MUTED))
+    fixed = math.ceil(math.log2(codes.max() - codes.min() + 1))
+    parts += [
+        text(left - 8, bottom + 18, "code", at="end", size=13, color=MUTED),
+        text(left - 8, bottom + 36, "weight", at="end", size=13, color=MUTED),
+        text(40, 346, "Above each bar: the bits that an entropy coder needs for the code. The mean over all "
+                      f"weights is {entropy(counts):.2f} bits.", size=13),
+        text(40, 366, f"Codes of fixed width would need {fixed} bits, because codes from {codes.min()} to "
+                      f"{codes.max()} occur.".replace("-", "−"), size=13),
+    ]  # fmt: skip
+    return picture(382, "How often each code of a quantised tensor occurs", parts)
+
+
+def tensor_values() -> npt.NDArray[np.float64]:
+    """The weights of TENSOR."""
+    entries, data = container(CHECKPOINT / "model.safetensors")
+    start, stop = entries[TENSOR]["data_offsets"]
+    bits = np.frombuffer(data[start:stop], "<u2").astype(np.uint32) << 16
+    return bits.view(np.float32).astype(np.float64)
 
 
 def power_of_two(power: int) -> str:

@@ -13,6 +13,7 @@ from neuzip.cli.compressing.delta import is_delta
 from neuzip.cli.output import Output
 from neuzip.cli.show.delta import show_delta
 from neuzip.cli.show.inspection import can_show, show_inspection
+from neuzip.cli.show.rates import show_rates
 from neuzip.cli.source import resolved
 from neuzip.errors import UsageError
 
@@ -44,7 +45,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Show entropies, sizes and histograms of a checkpoint"""
+    """Show entropies, histograms, and sizes at several rates"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress.device import choose
     from neuzip.compress.sources.folder import FolderSource, weight_bytes
@@ -71,6 +72,7 @@ def command(
     if plot is not None:
         pictures.write(inspection, title, plot)
     show_inspection(out, inspection)
+    show_rates(out, inspection)
     for counts in inspection.counts:
         out.text()
         for line in pictures.sketch(counts, ascii_only=not can_show(pictures.BLOCKS)):

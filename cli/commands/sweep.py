@@ -21,7 +21,7 @@ PACKAGES = ("torch", "transformers")
 
 EXAMPLES = [
     "neuzip sweep my-model --text wiki.test.raw -o sweep",
-    "neuzip sweep my-model --text demo --schemes lossless,k3,k1,k0b64 --blocks '' --yardsticks q4_0,nf4",
+    "neuzip sweep my-model --text demo --schemes k3 --yardsticks q4_0,nf4",
     "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 -o sweep",
 ]
 

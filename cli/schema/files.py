@@ -58,8 +58,18 @@ OBJECTS: Mapping[str, Keys] = {
         entropies          : Entropies or null - entropies; null for an empty tensor, a tensor without floats,
         | and in a delta
         used_mantissa_bits : integer or null - mantissa bits that are not zero everywhere
-        bound_bytes        : integer or null [bytes] - entropy bound of lossless coding with exponents coded
+        bound_bytes        : integer or null [bytes] - entropy bound: of lossless coding with exponents coded,
+        | or of the codes of a ternary or quantized tensor
+        codes              : Codes or null - codes of a quantized tensor
         base               : string or null - the tensor of the base that a delta needs
+    """),
+    "Codes": keys_of("""
+        code_bits      : integer [bits] - bits that hold every code
+        step           : number - step of the grid, without factors
+        row_factors    : boolean - whether each row has a factor
+        column_factors : boolean - whether each column has a factor
+        entropy        : number [bits per weight] - entropy of the codes
+        stored_bits    : number [bits per weight] - size in the file, with factors
     """),
     "Entropies": keys_of("""
         sign     : number [bits per weight] - entropy of the sign
@@ -72,6 +82,15 @@ OBJECTS: Mapping[str, Keys] = {
         original_bytes : integer [bytes] - size of the tensors uncompressed, without headers
         stored_bytes   : integer [bytes] - size of the tensors compressed, without headers
         bound_bytes    : integer or null [bytes] - sum of the bounds, if every tensor has one
+    """),
+    "Rate": keys_of("""
+        bits_per_weight : number [bits] - 8 * stored_bytes / weights
+        stored_bytes    : integer [bytes] - size at this rate: of the weight files, or with --tensor of the
+        | tensors
+        ratio           : number or null - stored_bytes as a share of the original size
+        step            : number or null - step of the grid, divided by the root mean square of a tensor's
+        | weights; null if no step gives this size
+        relative_l2     : number or null - relative error of the quantised matrices in the L2 norm
     """),
     "Histogram": keys_of("""
         dtype                 : string - dtype
@@ -197,6 +216,8 @@ COMMANDS: Mapping[str, Keys] = {
         bits_per_weight     : number or null [bits] - 8 * stored_weight_bytes / weights
         tensors             : list of InspectedTensor - each tensor
         totals              : InspectedTotals - sums over tensors
+        rates               : list of Rate - predictions of quantised forms of a plain checkpoint, from the
+        | weights alone; empty for a compressed checkpoint
         histograms          : list of Histogram - one for each dtype
         records             : object - what neuzip recorded in config.json
         plot                : string or null - picture that was written

@@ -207,12 +207,14 @@ def _show_loss(out: Output, report: CompressionReport) -> bool:
         f"largest relative error {max(x.max_relative for x in losses):.3g}, "
         f"largest RMS error {max(x.rms_relative for x in losses):.3g}"
     )
-    norms = [x.relative_l2 for x in losses if x.relative_l2 is not None]
-    if norms:
-        out.text(
-            f"{len(norms)} of them rounded to ternary: they differ from the original by "
-            f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
-        )
+    for scheme, words in (("ternary", "rounded to ternary"), ("quantized", "quantised")):
+        of_scheme = (t.loss for t in report.tensors if t.loss is not None and t.scheme.startswith(scheme))
+        norms = [loss.relative_l2 for loss in of_scheme if loss.relative_l2 is not None]
+        if norms:
+            out.text(
+                f"{len(norms)} of them {words}: they differ from the original by "
+                f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
+            )
     return True
 
 

@@ -52,7 +52,7 @@ def show_delta(out: Output, path: str | Path, globs: Sequence[str]) -> None:
                     "file": t.file, "name": t.name, "dtype": t.info.dtype, "shape": t.info.shape,
                     "original_bytes": t.info.nbytes, "stored_bytes": stored, "scheme": t.record.scheme,
                     "loss": None, "entropies": None, "used_mantissa_bits": None, "bound_bytes": None,
-                    "base": t.record.base_checksum,
+                    "codes": None, "base": t.record.base_checksum,
                 }
             )  # fmt: skip
         headers = [source.header(file) for file in source.checkpoint.weights]
@@ -80,7 +80,7 @@ def show_delta(out: Output, path: str | Path, globs: Sequence[str]) -> None:
             "bits_per_weight": 8 * on_disk / weights if every and weights else None, "tensors": tensors,
             "totals": {"tensors": len(tensors), "original_bytes": nbytes, "stored_bytes": stored,
                        "bound_bytes": None},
-            "histograms": [], "records": {}, "plot": None,
+            "rates": [], "histograms": [], "records": {}, "plot": None,
         },
         quiet=[stored],
     )  # fmt: skip

@@ -42,6 +42,7 @@ class ExpertFigures(TensorFigures):
             entropies=_mean([t.entropies for t in experts if t.entropies is not None]),
             used_mantissa_bits=max(used, default=None),
             bound_bytes=sum(bounds) if len(bounds) == len(experts) else None,
+            codes=None,
             least_ratio=min(ratios),
             largest_ratio=max(ratios),
         )

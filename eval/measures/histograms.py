@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from neuzip.compress import Rule, make_plan
 from neuzip.compress.globs import matches
@@ -32,27 +31,17 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers, default_jobs
 from neuzip.errors import NeuzipError
+from neuzip.eval.measures.code_figures import CodeFigures, code_figures
+from neuzip.eval.measures.entropies import Histogram, entropy
+from neuzip.eval.measures.rates import RatePrediction, rates_of
 from neuzip.formats.records import Loss
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 
 if TYPE_CHECKING:
     from neuzip.compress.gpu import Gpu
 
-Histogram = npt.NDArray[np.int64]
-
 TOP_BITS = 16
 """Leading bits of a weight that are counted together."""
-
-
-def entropy(histogram: Histogram) -> float:
-    """Shannon entropy of a histogram in bits a symbol; 0 for an empty one.
-
-    >>> entropy(np.array([2, 1, 1])), entropy(np.array([7, 0]))
-    (1.5, 0.0)
-    """
-    present = histogram[histogram > 0]
-    shares = present / present.sum()
-    return 0.0 - float((shares * np.log2(shares)).sum())
 
 
 def bias(fmt: FloatFormat) -> int:
@@ -178,7 +167,7 @@ class Counts:
         return int(self.top.reshape(2, -1)[:, 0].sum()) if self.fmt.bits <= TOP_BITS else None
 
     @property
-    def code_bits(self) -> float:
+    def ternary_bits(self) -> float:
         """Bits a weight of ternary codes that are coded perfectly: weights are negative, 0, or positive."""
         zeros = self.top.reshape(2, -1)[:, 0]
         return entropy(np.array([zeros.sum(), *(self.signs - zeros)]))
@@ -196,7 +185,8 @@ class TensorFigures:
     `stored_bytes` is what it takes in a container, predicted for a plain checkpoint. Without entropies: a
     tensor that is empty or no float. `bound_bytes` is the Shannon bound of the exponent split, the whole size
     of a tensor that is no float, 0 where another tensor holds the bytes, that of the codes where they are
-    ternary, and None behind a block normaliser: there the weights are not what is coded.
+    ternary or quantized, and None behind a block normaliser: there the weights are not what is coded.
+    `codes` are those of a quantized tensor.
     """
 
     label: str
@@ -211,6 +201,7 @@ class TensorFigures:
     entropies: Entropies | None
     used_mantissa_bits: int | None
     bound_bytes: int | None
+    codes: CodeFigures | None
 
     def to_json(self) -> dict[str, Any]:
         """The fields, the label excepted; sizes are called as `compress` calls them."""
@@ -243,7 +234,8 @@ class Inspection:
 
     `weight_bytes` and `stored_weight_bytes` are the sizes of the weight files before and after compression,
     headers included. For a plain checkpoint, `stored_weight_bytes` is predicted. If only some tensors were
-    inspected, both are None.
+    inspected, both are None. `rates` are predictions of what a plain checkpoint, or the inspected tensors of
+    it, would take and lose if matrices were quantised; a compressed one has none.
     """
 
     compressed: bool
@@ -251,6 +243,7 @@ class Inspection:
     counts: tuple[Counts, ...]
     weight_bytes: int | None = None
     stored_weight_bytes: int | None = None
+    rates: tuple[RatePrediction, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -293,6 +286,11 @@ class Inspection:
         """Whether any tensor was rounded."""
         return any(t.loss is not None for t in self.tensors)
 
+    @property
+    def quantized(self) -> bool:
+        """Whether any tensor is stored as codes of a grid."""
+        return any(t.codes is not None for t in self.tensors)
+
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values, histograms included."""
         stored, weights = self.stored_weight_bytes, self.elements
@@ -310,6 +308,7 @@ class Inspection:
                 "stored_bytes": self.stored_bytes,
                 "bound_bytes": self.bound_bytes,
             },
+            "rates": [rate.to_json(self.before_bytes) for rate in self.rates],
             "histograms": [
                 {
                     "dtype": c.fmt.name,
@@ -357,16 +356,20 @@ def inspect(
         storage, sizes = (
             _actual_storage(source) if source.is_compressed else _predicted_storage(source, workers)
         )
+        stored = {key: storage[key][0] for key in ((t.file, t.name) for t in tensors)}
+        total = sizes[1] if len(stored) == len(storage) else sum(stored.values())
+        rates = () if source.is_compressed else rates_of(source, tensors, stored, total, workers)
         figures = []
         for tensor, label in zip(tensors, labels(tensors), strict=True):
             counts = _count(source, tensor, workers, on_bytes)
             if counts is not None:
                 dtype = tensor.info.dtype
                 totals[dtype] = totals[dtype] + counts if dtype in totals else counts
-            figures.append(_figures(source, tensor, label, counts, *storage[tensor.file, tensor.name]))
+            codes = code_figures(source, tensor, workers)
+            figures.append(_figures(source, tensor, label, counts, codes, *storage[tensor.file, tensor.name]))
     by_weight = sorted(totals.values(), key=lambda c: (-c.numel, c.fmt.name))
-    whole = sizes if len(figures) == len(storage) else (None, None)
-    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight), *whole)
+    before, after = sizes if len(figures) == len(storage) else (None, None)
+    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight), before, after, rates)
 
 
 def labels(tensors: Iterable[SourceTensor]) -> list[str]:
@@ -420,6 +423,7 @@ def _figures(
     tensor: SourceTensor,
     label: str,
     counts: Counts | None,
+    codes: CodeFigures | None,
     stored_bytes: int,
     scheme: str,
 ) -> TensorFigures:
@@ -432,14 +436,15 @@ def _figures(
     elif counts is None:
         bound = info.nbytes
     else:
-        bits = {"fields": counts.bound_bits, "codes": counts.code_bits}[kind]
+        of_codes = counts.ternary_bits if codes is None else codes.entropy
+        bits = {"fields": counts.bound_bits, "codes": of_codes}[kind]
         bound = math.ceil(bits * counts.numel / 8)
     return TensorFigures(
         label, tensor.file, tensor.name, info.dtype, info.shape, info.nbytes, stored_bytes, scheme,
         record.loss if record is not None else None,
         counts.entropies if counts is not None else None,
         counts.used_mantissa_bits if counts is not None else None,
-        bound,
+        bound, codes,
     )  # fmt: skip
 
 

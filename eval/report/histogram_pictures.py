@@ -23,8 +23,9 @@ from neuzip.compress.workspace import write_file
 from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
+from neuzip.eval.measures.entropies import Histogram
 from neuzip.eval.measures.expert_figures import sum_up_experts
-from neuzip.eval.measures.histograms import Counts, Histogram, Inspection, bias, visible
+from neuzip.eval.measures.histograms import Counts, Inspection, bias, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

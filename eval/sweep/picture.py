@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS
 from neuzip.eval.measures.estimates import exponential
@@ -102,7 +102,7 @@ def _points(axes: Axes, results: Sweep, heights: Mapping[str, float]) -> None:
         series.setdefault(_series_of(row), []).append(row.scheme)
     colors = iter(SERIES * len(series))
     for label, members in series.items():
-        style = {
+        style: dict[str, Any] = {
             "quantized": {"color": EXPONENT, "marker": "s", "s": 30},
             "yardsticks": {"facecolor": "white", "edgecolor": INK, "marker": "D", "s": 26, "linewidths": 1.2},
         }.get(label) or {"color": next(colors), "s": 34, "linewidths": 0}

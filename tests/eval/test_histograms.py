@@ -26,6 +26,7 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval import figure_files
 from neuzip.eval.measures.histograms import Counts, Inspection, bias, entropy, inspect, labels, select
+from neuzip.eval.measures.rates import RATES
 from neuzip.eval.report import histogram_pictures as pictures
 from neuzip.kernels.float_fields import FORMATS, census
 from neuzip.kernels.float_fields.values import to_float64
@@ -393,7 +394,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(checkpoint, tmp_pat
     assert "default-src 'none'" in page
     assert parsed.tags.count("script") == 1
     assert '<script>alert("1")</script>\\x1b[2J\\n\\u202e$x$\\udcff' in parsed.text
-    assert parsed.tags.count("tr") == 1 + 3
+    assert parsed.tags.count("tr") == 1 + 3 + 1 + 1 + len(RATES)  # tensors, and rates below the lossless one
     assert "prefers-color-scheme: dark" in page
     assert "#d55e00" not in page.split("</style>", 1)[1]
 

@@ -12,7 +12,7 @@ from neuzip.kernels.expert_pool.triton.vectors import gate_sums, sum_slots
 from neuzip.kernels.experts.gate import Gate, gated
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.rans.chosen import ChunkOf
-from neuzip.kernels.rans.coded import ChosenLaunch
+from neuzip.kernels.rans.coded import ChosenLaunch, Kind
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.products import (
     CodedMatrices,
@@ -84,7 +84,7 @@ def made_up(rows: int, seed: int) -> CodedMatrices:
     values = numbers[0] << 16 | numbers[1] & 0xFFFF
     wrong = Corrections(*(t.to(DEVICE) for t in (row_start, columns, values)))
     table = torch.zeros(ITEMS, 1, 2, dtype=torch.int64, device=DEVICE)
-    launch = ChosenLaunch((FORMATS["BF16"], 7, 2, 0), False, 8, table, table, table, table)
+    launch = ChosenLaunch(Kind(FORMATS["BF16"], 7, 2, 0), False, 8, table, table, table, table)
     return CodedMatrices(rows, WIDTH, launch, wrong, ())
 
 

@@ -75,7 +75,7 @@ launches.weighted_sum(rows, routing.position, x[:, :2].contiguous())
 launches.weighted_sum(rows, routing.position, torch.zeros(1, 2))
 hashes.append(None)
 
-kind = (FORMATS["BF16"], 7, 2, 0)
+kind = Kind(FORMATS["BF16"], 7, 2, 0)
 compile_decoder(kind, 10, True)
 hashes.append(None)
 wide, narrow, memory = (torch.zeros(16, dtype=t) for t in (torch.int64, torch.int32, torch.uint8))

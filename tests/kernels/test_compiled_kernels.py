@@ -144,18 +144,20 @@ print(json.dumps(shared))
 
 DECODERS = """
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.coded import ChosenLaunch, CodedPart
+from neuzip.kernels.rans.coded import ChosenLaunch, CodedPart, Kind
 from neuzip.kernels.rans.triton.decode import decode_chosen, decode_parts
 
 row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
 for kind, calls in (
-    ((FORMATS["BF16"], 7, 2, 0), ((1, 0), (1, 1), (8, 1000))),
-    ((FORMATS["F32"], 23, 1, 64), ((8, 1000),)),
+    (Kind(FORMATS["BF16"], 7, 2, 0), ((1, 0), (1, 1), (8, 1000))),
+    (Kind(FORMATS["F32"], 23, 1, 64), ((8, 1000),)),
+    (Kind(FORMATS["BF16"], 0, 1, 0, 3), ((1, 1000),)),  # on a grid, with column factors
+    (Kind(FORMATS["F32"], 0, 2, 0, 15), ((1, 0),)),  # and rows that cross runs, and look-ups
 ):
     for parts, blocks in calls:
         decode_parts([CodedPart(kind, row, blocks, True)] * parts, [out] * parts)
 rows, places, programs = (torch.zeros(shape, dtype=torch.int64) for shape in ((1, 1, 2), 1, (1, 2)))
-chosen = ChosenLaunch((FORMATS["BF16"], 7, 2, 0), False, 8, out, rows, places, programs.int())
+chosen = ChosenLaunch(Kind(FORMATS["BF16"], 7, 2, 0), False, 8, out, rows, places, programs.int())
 decode_chosen([chosen], torch.zeros(1, dtype=torch.int32), 0, out, 16)
 print(json.dumps(shared))
 """
@@ -165,7 +167,7 @@ from neuzip.kernels.expert_pool.ops import experts_in_use, pool_linear
 from neuzip.kernels.expert_pool.triton.vectors import gate_sums, sum_slots
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.coded import ChosenLaunch
+from neuzip.kernels.rans.coded import ChosenLaunch, Kind
 from neuzip.kernels.rans.products import CodedMatrices, Corrections
 from neuzip.kernels.experts.routing import Routing
 
@@ -176,7 +178,7 @@ for tile, width, dtype in ((16, 768, torch.bfloat16), (128, 96, torch.float16)):
     pool_linear(rows, pool, used, bias=None if tile == 16 else torch.zeros(9, 64))
 
 row, ids = torch.zeros(1, 1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-launch = ChosenLaunch((FORMATS["BF16"], 7, 2, 0), False, 8, row.view(torch.uint8), row, ids, row.int())
+launch = ChosenLaunch(Kind(FORMATS["BF16"], 7, 2, 0), False, 8, row.view(torch.uint8), row, ids, row.int())
 matrices = CodedMatrices(2, 256, launch, Corrections(ids.int(), ids.int(), ids.int()), ())
 x = torch.zeros(1, 256, dtype=torch.bfloat16)
 sums = matrices.multiply(ids, x, 1)

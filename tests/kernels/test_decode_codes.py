@@ -241,7 +241,7 @@ def test_words_are_there_when_they_are_needed() -> None:
             taken = [256] * 63 if most == 256 else rng.integers(0, most + 1, 63).tolist()
             for words in [*taken, 0]:
                 there = [n for group in groups[: len(groups) - (stream_codes.AHEAD - 1)] for n in group]
-                begun = sum(groups, [])
+                begun = [n for group in groups for n in group]
                 begins = [len(begun)] if p >= (len(begun) - (ring.PIECES - 1)) * ring.PIECE else []
                 groups.append(begins)
                 for piece in {p // ring.PIECE, (p + 255) // ring.PIECE}:

@@ -20,14 +20,29 @@ from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.packed_linear import first_use as packed_checks
 from neuzip.kernels.packed_linear import ops, reference
 from neuzip.kernels.packed_linear.triton import linear, pack
-from neuzip.kernels.rans.coded import PATTERNS, Kind
+from neuzip.kernels.rans.coded import (
+    COLUMN_FACTORS,
+    CROSSING_ROWS,
+    ON_GRID,
+    PATTERNS,
+    WIDE_PALETTE,
+    Kind,
+)
 from neuzip.kernels.rans.coded_sample import coded_weights
 from neuzip.kernels.rans.triton import decode
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 BF16 = torch.bfloat16
-KINDS: list[Kind] = [(FORMATS["BF16"], 7, 2, 0), (FORMATS["F16"], 10, 1, 0), (FORMATS["BF16"], 2, 2, 0)]
+KINDS = [
+    Kind(FORMATS["BF16"], 7, 2, 0),
+    Kind(FORMATS["F16"], 10, 1, 0),
+    Kind(FORMATS["BF16"], 2, 2, 0),
+    Kind(FORMATS["BF16"], 0, 1, 0, ON_GRID),
+    Kind(FORMATS["F16"], 0, 2, 0, ON_GRID | COLUMN_FACTORS),
+    Kind(FORMATS["F32"], 0, 1, 0, ON_GRID | CROSSING_ROWS | WIDE_PALETTE),
+    Kind(FORMATS["BF16"], 0, 2, 0, ON_GRID | COLUMN_FACTORS | CROSSING_ROWS | WIDE_PALETTE),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +68,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, result: Calla
 
 def decode_one(kind: Kind, runs: int = 4) -> None:
     tensor, bits = coded_weights(kind, runs, GPU)
-    out = torch.empty(bits.size, dtype=PATTERNS[kind[0].bits], device=GPU)
+    out = torch.empty(bits.size, dtype=PATTERNS[kind.fmt.bits], device=GPU)
     assert not decode.decode([tensor], [out]).any()
     assert (out.cpu().numpy().view(bits.dtype) == bits).all()
 

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.rans.coded import (
+    CODE_BITS,
     COLUMN_FACTORS,
     COLUMN_FACTORS_AT,
     CROSSING_ROWS,
     HAS_ROWS,
+    LOWEST,
     ROW_FACTORS,
     ROW_WEIGHTS,
     STEP,
@@ -27,6 +29,7 @@ _COLUMNS, _CROSSING, _WIDE = (tl.constexpr(v) for v in (COLUMN_FACTORS, CROSSING
 _C_ROWS, _C_COLUMNS, _C_HAS_ROWS, _C_STEP, _C_ROW_WEIGHTS = (
     tl.constexpr(v) for v in (ROW_FACTORS, COLUMN_FACTORS_AT, HAS_ROWS, STEP, ROW_WEIGHTS)
 )
+_C_CODE_BITS, _C_LOWEST = tl.constexpr(CODE_BITS), tl.constexpr(LOWEST)
 _ONE = tl.constexpr(0x80)
 
 
@@ -37,9 +40,23 @@ def factor_of(byte):
 
 
 @triton.jit
-def code_of(u, zero):
-    """u below 2^16 as a code, fp32. zero: 2^23 + the u of code 0, fp32. Both sums are exact."""
-    return (u | 0x4B000000).to(tl.float32, bitcast=True) - zero
+def code_of(u, magic, zero):
+    """u below 2^16 as a code, fp32. magic: the bits of 2^23. zero: 2^23 + the u of code 0, fp32."""
+    return (u | magic).to(tl.float32, bitcast=True) - zero
+
+
+@triton.jit
+def load_code_bits(own, limit):
+    """Bits of a code, and what `code_of` takes: magic, zero of entries of the table, and zero of u.
+
+    limit: of a lane, not negative. A compiler that knew magic, or that it is the same in all lanes, would make
+    two instructions of `u & 0xFF | magic`.
+    """
+    code_bits = tl.load(own + _C_CODE_BITS).to(tl.int32)
+    half = (1 << 23) + (1 << (code_bits - 1))
+    zero = half - tl.load(own + _C_LOWEST).to(tl.int32)
+    magic = ((limit >> 31) | 0x4B000000).to(tl.uint32)
+    return code_bits, magic, zero.to(tl.float32), half.to(tl.float32)
 
 
 @triton.jit
@@ -107,93 +124,89 @@ def by_columns(step, factors):
 
 @triton.jit
 def codes_of_run(
-    x, p, words, end, tables, codes, ring, shared, zero, half,
+    x, p, words, end, tables, codes, ring, shared, magic, zero, half,
     LAST: tl.constexpr, GROUP: tl.constexpr, GRID: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a run: states, words taken, and a lane's 8 codes, fp32. The LAST two symbols are in the state.
 
-    codes: where the u of every symbol are, in groups of 2 the second in the upper half. zero, half: what
-    `code_of` takes for entries and for u. ring, shared: of `ring.py`, which only STREAM needs.
+    codes: where the u of every symbol are, in groups of 2 the second in the upper half. magic, zero, half:
+    see `load_code_bits`. ring, shared: of `ring.py`, which only STREAM needs.
     """
     if GROUP == 2:
         x, p, c0, c1 = _two(
-            x, p, words, end, tables, codes, ring, shared, zero, half, False, GRID, STREAM, L, COMPILED
-        )
+            x, p, words, end, tables, codes, ring, shared, magic, zero, half,
+            False, GRID, STREAM, L, COMPILED,
+        )  # fmt: skip
         x, p, c2, c3 = _two(
-            x, p, words, end, tables, codes, ring, shared, zero, half, False, GRID, STREAM, L, COMPILED
-        )
+            x, p, words, end, tables, codes, ring, shared, magic, zero, half,
+            False, GRID, STREAM, L, COMPILED,
+        )  # fmt: skip
         x, p, c4, c5 = _two(
-            x, p, words, end, tables, codes, ring, shared, zero, half, LAST, GRID, STREAM, L, COMPILED
-        )
+            x, p, words, end, tables, codes, ring, shared, magic, zero, half,
+            LAST, GRID, STREAM, L, COMPILED,
+        )  # fmt: skip
         if LAST:
             _x, _p, c6, c7 = _two(
-                x >> 8,
-                p,
-                words,
-                end,
-                tables,
-                codes,
-                ring,
-                shared,
-                zero,
-                half,
-                True,
-                GRID,
-                STREAM,
-                L,
-                COMPILED,
-            )
+                x >> 8, p, words, end, tables, codes, ring, shared, magic, zero, half,
+                True, GRID, STREAM, L, COMPILED,
+            )  # fmt: skip
         else:
             x, p, c6, c7 = _two(
-                x, p, words, end, tables, codes, ring, shared, zero, half, False, GRID, STREAM, L, COMPILED
-            )
+                x, p, words, end, tables, codes, ring, shared, magic, zero, half,
+                False, GRID, STREAM, L, COMPILED,
+            )  # fmt: skip
     else:
-        x, p, c0 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
-        x, p, c1 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
-        x, p, c2 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
-        x, p, c3 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
-        x, p, c4 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
-        x, p, c5 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
+        x, p, c0 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
+        x, p, c1 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
+        x, p, c2 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
+        x, p, c3 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
+        x, p, c4 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
+        x, p, c5 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
         if LAST:
-            c6 = code_of(tl.load(codes + (x & 0xFF)).to(tl.uint32, bitcast=True), half)
-            c7 = code_of(tl.load(codes + ((x >> 8) & 0xFF)).to(tl.uint32, bitcast=True), half)
+            c6 = code_of(tl.load(codes + (x & 0xFF)).to(tl.uint32, bitcast=True), magic, half)
+            c7 = code_of(tl.load(codes + ((x >> 8) & 0xFF)).to(tl.uint32, bitcast=True), magic, half)
         else:
-            x, p, c6 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
-            x, p, c7 = _one(x, p, words, end, tables, codes, ring, shared, zero, GRID, STREAM, L, COMPILED)
+            x, p, c6 = _one(
+                x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED
+            )
+            x, p, c7 = _one(
+                x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED
+            )
     return x, p, c0, c1, c2, c3, c4, c5, c6, c7
 
 
 @triton.jit
 def _one(
-    x, p, words, end, tables, codes, ring, shared, zero,
+    x, p, words, end, tables, codes, ring, shared, magic, zero,
     GRID: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane that stands for one code."""
     x, p, entry = _entry(x, p, words, end, tables, ring, shared, 8, STREAM, L, COMPILED)
-    u = entry & 0xFF
     if _WIDE & GRID:
-        u = tl.load(codes + u).to(tl.uint32, bitcast=True)
-    return x, p, code_of(u, zero)
+        code = code_of(tl.load(codes + (entry & 0xFF)).to(tl.uint32, bitcast=True), magic, zero)
+    else:
+        code = code_of(entry & 0xFF, magic, zero)
+    return x, p, code
 
 
 @triton.jit
 def _two(
-    x, p, words, end, tables, codes, ring, shared, zero, half,
+    x, p, words, end, tables, codes, ring, shared, magic, zero, half,
     RAW: tl.constexpr, GRID: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane that stands for two codes. A RAW one is the lowest byte of the state."""
     if RAW:
         pair = tl.load(codes + (x & 0xFF)).to(tl.uint32, bitcast=True)
-        first, second = code_of(pair & 0xFFFF, half), code_of(pair >> 16, half)
+        first, second = code_of(pair & 0xFFFF, magic, half), code_of(pair >> 16, magic, half)
     else:
         x, p, entry = _entry(x, p, words, end, tables, ring, shared, 4, STREAM, L, COMPILED)
         if _WIDE & GRID:
             symbol = (entry & 15) | ((entry >> 12) & 0xF0)
             pair = tl.load(codes + symbol).to(tl.uint32, bitcast=True)
-            first, second = code_of(pair & 0xFFFF, zero), code_of(pair >> 16, zero)
+            first, second = code_of(pair & 0xFFFF, magic, zero), code_of(pair >> 16, magic, zero)
         else:
-            first, second = code_of(entry & 15, zero), code_of((entry >> 16) & 15, zero)
+            first, second = code_of(entry & 15, magic, zero), code_of((entry >> 16) & 15, magic, zero)
     return x, p, first, second
 
 

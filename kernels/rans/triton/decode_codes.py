@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from neuzip.kernels.rans.coded import BEGIN, CODE_BITS, LOWEST, NUMEL, OUT, ROW_WEIGHTS, TENSOR
+from neuzip.kernels.rans.coded import BEGIN, NUMEL, OUT, ROW_WEIGHTS, TENSOR
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS
 from neuzip.kernels.rans.triton.code_values import (
     code_of,
     codes_of_run,
+    load_code_bits,
     rounded,
     step_at,
     steps_of_run,
@@ -25,8 +26,8 @@ from neuzip.kernels.rans.triton.states import begin_blocks, load_escapes
 from neuzip.kernels.rans.triton.stream_codes import WARP_BYTES, runs_of_codes
 
 _LANES, _RUN, _RUNS, _BLOCK = (tl.constexpr(v) for v in (LANES, RUN, RUNS, BLOCK))
-_C_OUT, _C_NUMEL, _C_TENSOR, _C_CODE_BITS, _C_LOWEST, _C_BEGIN, _C_ROW_WEIGHTS = (
-    tl.constexpr(v) for v in (OUT, NUMEL, TENSOR, CODE_BITS, LOWEST, BEGIN, ROW_WEIGHTS)
+_C_OUT, _C_NUMEL, _C_TENSOR, _C_BEGIN, _C_ROW_WEIGHTS = (
+    tl.constexpr(v) for v in (OUT, NUMEL, TENSOR, BEGIN, ROW_WEIGHTS)
 )
 
 
@@ -45,10 +46,7 @@ def decode_codes(
         # Where blocks are left over, the last is decoded by several warps: all write the same.
         block = tl.minimum(block, last)
     words, whole, escapes, limit, x, p = begin_blocks(inp, starts, counts, own, block, lane, L)
-    code_bits = tl.load(own + _C_CODE_BITS).to(tl.int32)
-    half = (1 << 23) + (1 << (code_bits - 1))
-    zero = (half - tl.load(own + _C_LOWEST).to(tl.int32)).to(tl.float32)
-    half = half.to(tl.float32)
+    code_bits, magic, zero, half = load_code_bits(own, limit)
     begin = tl.load(own + _C_BEGIN)
 
     run = block * (_BLOCK // _RUN) + lane
@@ -58,8 +56,8 @@ def decode_codes(
     if STREAM:
         shared = to_shared(tables, WARP_BYTES, L, COMPILED)
         x, p = runs_of_codes(
-            x, p, words, limit, tables, codes, shared, inp, own, begin + run * _RUN, target, lane, zero, half,
-            GROUP, BITS, M, GRID, L, COMPILED,
+            x, p, words, limit, tables, codes, shared, inp, own, begin + run * _RUN, target, lane,
+            magic, zero, half, GROUP, BITS, M, GRID, L, COMPILED,
         )  # fmt: skip
     else:
         runs = (
@@ -71,12 +69,12 @@ def decode_codes(
         left = tl.minimum(numel - run * _RUN, 2 * _BLOCK).to(tl.int32)
         for i in range(runs - 1):
             x, p = _run(
-                x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, zero,
-                half, False, RAGGED, GROUP, BITS, M, GRID, ELEMENT, L, COMPILED,
+                x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, magic,
+                zero, half, False, RAGGED, GROUP, BITS, M, GRID, ELEMENT, L, COMPILED,
             )  # fmt: skip
         x, p = _run(
-            x, p, words, limit, tables, codes, inp, own, run, runs - 1, begin, left, elements, target, zero,
-            half, True, RAGGED, GROUP, BITS, M, GRID, ELEMENT, L, COMPILED,
+            x, p, words, limit, tables, codes, inp, own, run, runs - 1, begin, left, elements, target, magic,
+            zero, half, True, RAGGED, GROUP, BITS, M, GRID, ELEMENT, L, COMPILED,
         )  # fmt: skip
 
     tl.debug_barrier()  # an escape is another lane's weight
@@ -91,7 +89,7 @@ def decode_codes(
         weight = first + where
         row = (begin + weight) // row_weights
         step = step_at(inp, own, row, begin + weight - row * row_weights, mine, GRID)
-        value = code_of(u, half) * step
+        value = code_of(u, magic, half) * step
         if BITS == 16:
             bits = rounded(value, value, M, COMPILED) & 0xFFFF
         else:
@@ -103,7 +101,7 @@ def decode_codes(
 
 @triton.jit
 def _run(
-    x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, zero, half,
+    x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, magic, zero, half,
     LAST: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
     GRID: tl.constexpr, ELEMENT: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +111,7 @@ def _run(
     left -= i * _LANES * _RUN
     s0, s1, s2, s3, s4, s5, s6, s7 = steps_of_run(inp, own, begin + weight, left, GRID)
     x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
-        x, p, words, limit, tables, codes, p, p, zero, half, LAST, GROUP, GRID, False, L, COMPILED
+        x, p, words, limit, tables, codes, p, p, magic, zero, half, LAST, GROUP, GRID, False, L, COMPILED
     )
     w0, w1, w2, w3 = words_of_values(
         c0 * s0, c1 * s1, c2 * s2, c3 * s3, c4 * s4, c5 * s5, c6 * s6, c7 * s7, BITS, M, COMPILED

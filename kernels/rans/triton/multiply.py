@@ -52,7 +52,7 @@ def multiply_chosen(
     launch(
         multiply_chosen_kernel, (slots * programs,),
         one.base, one.rows, one.places, one.programs, chosen, x, sums, together, items, parts, programs, rows,
-        columns // (LANES * RUN), L=LANES * one.warps, M=one.kind[0].mantissa_bits, COMPILED=compiled,
+        columns // (LANES * RUN), L=LANES * one.warps, M=one.kind.fmt.mantissa_bits, COMPILED=compiled,
         num_warps=one.warps, pdl=True, device=x.device, **({"maxnreg": use["registers"]} if compiled else {}),
     )  # fmt: skip
     return sums

@@ -36,7 +36,7 @@ from neuzip.kernels.rans.triton.ring import (
     wait_all,
 )
 
-REGISTERS, COLUMN_REGISTERS = 40, 48
+REGISTERS, COLUMN_REGISTERS = 48, 48
 """Registers of a thread, at most, without and with column factors: for six and for five programs."""
 
 AHEAD = 2
@@ -53,7 +53,7 @@ _ONE = tl.constexpr(0x80)
 
 @triton.jit
 def runs_of_codes(
-    x, p, words, limit, tables, codes, shared, inp, own, weight, target, lane, zero, half,
+    x, p, words, limit, tables, codes, shared, inp, own, weight, target, lane, magic, zero, half,
     GROUP: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr, GRID: tl.constexpr, L: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def runs_of_codes(
 
     words: uint16 pointers, of a block whose tensor's words begin at a multiple of 16 bytes; p of them were
     taken, and none is read from `limit` on. weight: number of a lane's first weight, int64. target: where
-    that is stored. `codes_of_run` explains codes, zero and half.
+    that is stored. `codes_of_run` explains codes, magic, zero and half.
     """
     # Words count from a multiple of 16 bytes on, as pieces begin there.
     skipped = (words.to(tl.int64) & 15).to(tl.int32) >> 1
@@ -95,7 +95,23 @@ def runs_of_codes(
         rows += more_rows + crossed.to(tl.int32)
         row_factor, column_factors = _load_factors(rows, has_rows, columns, column, GRID)
         x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
-            x, p, words, end, tables, codes, ring, shared, zero, half, False, GROUP, GRID, True, L, COMPILED
+            x,
+            p,
+            words,
+            end,
+            tables,
+            codes,
+            ring,
+            shared,
+            magic,
+            zero,
+            half,
+            False,
+            GROUP,
+            GRID,
+            True,
+            L,
+            COMPILED,
         )
         _store(
             target + run * (_RUN_WEIGHTS * BITS // 64), c0, c1, c2, c3, c4, c5, c6, c7, scale, factors,
@@ -103,8 +119,9 @@ def runs_of_codes(
         )  # fmt: skip
     wait(ring, _AHEAD, COMPILED)
     x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
-        x, p, words, end, tables, codes, ring, shared, zero, half, True, GROUP, GRID, True, L, COMPILED
-    )
+        x, p, words, end, tables, codes, ring, shared, magic, zero, half,
+        True, GROUP, GRID, True, L, COMPILED,
+    )  # fmt: skip
     _store(
         target + (_RUNS - 1) * (_RUN_WEIGHTS * BITS // 64), c0, c1, c2, c3, c4, c5, c6, c7,
         step * factor_of(row_factor), column_factors, BITS, M, GRID, COMPILED,
