@@ -34,7 +34,7 @@ IDS = torch.arange(2 * 12).view(2, 12) * 7 % 512
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tied Llama: a head and an embedding in one, matrices with factors and without, one of 8 bits."""
+    """A small Llama, its head tied to the embedding: matrices with factors and without, one of 8 bits."""
     path = tmp_path_factory.mktemp("grid")
     model = models.llama(
         seed=1, vocab_size=512, hidden_size=256, intermediate_size=320, num_hidden_layers=1,
