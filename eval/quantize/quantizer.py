@@ -172,7 +172,7 @@ class Quantizer:
         return QuantizedModel(f"{self._identity}-{step.hex()}", step, self)
 
     def expected_bytes(self, step: float) -> int:
-        """About the bytes of the streams of all tensors for a mean step, found without computing the codes."""
+        """About the bytes of all streams for a mean step, found without computing the codes."""
         return sum(one.expected_bytes(step) for one in self._tensors.values())
 
     def codes(self, name: str, step: float) -> tuple[Codes, Grid] | None:
@@ -282,7 +282,7 @@ def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
 
 
 def _curvature(tensors: Sequence[CalibratedTensor]) -> float | None:
-    """The divergence for a mean step of 1: half the sum of sensitivities times a twelfth of the squared steps."""
+    """The divergence for a mean step of 1: half of sensitivities times a twelfth of squared steps."""
     harms = [one.harm * one.tensor.info.numel * one.relative_step**2 for one in tensors]
     return math.fsum(harms) / 24 if any(harms) else None
 

@@ -115,7 +115,7 @@ COMMANDS = {
     "measured": "compress {model} {out} --bits 9.6 --text {text} --scheme rounded --sensitivity measured",
     "quantized": "compress {model} {out} --max-kld 1 --text {text} --calibration {other}",
     "drop-layers": "compress {model} {out} --max-kld 3 --text {text} --scheme rounded --drop-layers 1",
-    "sweep": "sweep {model} --text {text} --schemes k2",
+    "sweep": "sweep {model} --text {text} --schemes k2 --yardsticks q4_0",
     "layers": "layers {model} --text {text} --drop 1",
     "experts": "experts {experts} --text {text}",
     "experts of a target":
@@ -137,8 +137,11 @@ def test_every_window_that_a_command_reads_begins_with_bos(
         f'model = "{checkpoint}"\ntext = ["{text_file}"]\noutput = "{tmp_path / "out"}"\n'
         "steps = 1\nlr = 1e-4\nbatch_size = 2\nwindow = 16\n"
     )
+    longer = tmp_path / "longer.txt"
+    longer.write_text(CONTENT[::-1] * 5, encoding="utf-8")
     named = {
         "model": checkpoint,
+        "longer": longer,
         "rounded": rounded,
         "experts": experts,
         "text": text_file,
