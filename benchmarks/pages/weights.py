@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 from pages.layout import Document, is_measured, load, render
+
+IN_BLOCKS = re.compile(r"k\d+b(\d+)")
+"""Names that sweeps give to mantissa bits in blocks; quantised rows and yardsticks have other ones."""
 
 SWEPT = ("wikilm-26m", "smollm2-135m")
 """Models beside the demo of which there are sweeps."""
@@ -15,7 +19,7 @@ SWEPT = ("wikilm-26m", "smollm2-135m")
 def sweep(document: Document) -> str:
     """Size and quality for every number of mantissa bits: of the demo with blocks too, of others without."""
     results = {r["scheme"]: r for r in document["results"]}
-    blocks = sorted({int(name.partition("b")[2]) for name in results if "b" in name}, reverse=True)
+    blocks = sorted({int(size[1]) for size in map(IN_BLOCKS.fullmatch, results) if size}, reverse=True)
     rows = [
         (k, [results.get(name) for name in (f"k{k}", *(f"k{k}b{size}" for size in blocks))])
         for k in range(7, -1, -1) if f"k{k}" in results
@@ -32,7 +36,7 @@ def blocks_worth() -> str:
         schemes = {r["scheme"]: r for r in load(f"sweep-{name}")["results"]}
         plain = [(r["ratio"], r["kld"]["mean"]["value"]) for r in (schemes[f"k{k}"] for k in range(7))]
         for scheme, r in schemes.items():
-            if "b" not in scheme:
+            if not IN_BLOCKS.fullmatch(scheme):
                 continue
             if r["ratio"] > plain[-1][0]:  # nothing lies between 6 bits and no loss
                 beyond += 1

@@ -83,7 +83,10 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
             f"{count_text(count, 'tensor')} {'at ' if scheme.startswith('k=') else ''}{scheme_text(scheme)}"
             for scheme, count in _in_order(solution.schemes)
         )
-        out.text(f"plan {result.plan}: {counts}")
+        fitted = ""
+        if solution.mean_step is not None and search.request.calibration is not None:
+            fitted = f", fitted to {search.request.calibration.name}"
+        out.text(f"plan {result.plan}: {counts}{fitted}")
         if solution.estimated:
             unit = "group of tensors" if search.request.scheme == "rounded" else "tensor"
             groups = count_text(solution.estimated, unit)

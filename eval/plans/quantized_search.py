@@ -39,7 +39,7 @@ AIM = 0.997
 LEAST = 0.99
 """Share of a size that a plan has to fill."""
 
-CORRECTIONS = 4
+CORRECTIONS = 5
 """Plans whose real bytes are counted, at most."""
 
 FINEST = 2.0**-16
@@ -171,14 +171,15 @@ class QuantizedPlanner:
 
     def _by_size(self) -> SearchResult:
         """The finest step whose weight files are within the limit. They fill all but 1 % of it, if any do."""
-        limit, excess = math.floor(self._request.target.limit), 0.0
-        tried = list[_Tried]()
+        limit, fixed = math.floor(self._request.target.limit), self._matrices.fixed
+        wanted = AIM * limit - fixed
+        predicted, tried = [wanted], list[_Tried]()
         while len(tried) < CORRECTIONS:
-            step = self._step_for(AIM * limit - excess)
-            tried.append(self._written(step))
+            tried.append(self._written(self._step_for(fixed + predicted[-1])))
             if LEAST * limit <= tried[-1].trial.bytes <= limit:
                 break
-            excess = tried[-1].trial.bytes - self._expected(step)
+            real = [one.trial.bytes - fixed for one in tried]
+            predicted.append(_prediction_for(wanted, predicted, real))
         within = [one for one in tried if one.trial.bytes <= limit]
         if not within:
             raise self._out_of_reach(min(one.trial.bytes for one in tried))
@@ -279,3 +280,20 @@ class QuantizedPlanner:
             measured=last.measured,
             mean_step=last.trial.mean_step,
         )
+
+
+def _prediction_for(wanted: float, predicted: Sequence[float], real: Sequence[float]) -> float:
+    """The predicted bytes of codes that really take `wanted`, after some were predicted and counted.
+
+    In proportion, or between the nearest counts on both sides.
+
+    >>> _prediction_for(100, [100], [110]), _prediction_for(100, [100, 90], [110, 98])
+    (90.9090909090909, 91.66666666666667)
+    """
+    pairs = list(zip(real, predicted, strict=True))
+    below = max((pair for pair in pairs if pair[0] <= wanted), default=None)
+    above = min((pair for pair in pairs if pair[0] > wanted), default=None)
+    if below is None or above is None:
+        return predicted[-1] * wanted / max(1.0, real[-1])
+    share = (wanted - below[0]) / (above[0] - below[0])
+    return below[1] + share * (above[1] - below[1])

@@ -120,12 +120,7 @@ def load_model(
             record_activations(config, source, tensors)
         try:
             with stored_tensors(
-                source,
-                tensors,
-                place,
-                verify=verify,
-                in_groups=residency != "dense",
-                on_grids=residency == "packed",
+                source, tensors, place, verify=verify, in_groups=residency != "dense", residency=residency
             ) as stored:
                 if residency != "dense":
                     prefer_ours(config)
