@@ -63,29 +63,32 @@ class TextParts:
     calibration: CalibrationText | None
 
 
-def split_text(path: Path, text: Text, source: str, calibration: str, device: torch.device) -> TextParts:
+def split_text(
+    path: Path, text: Text, source: str, calibration: str, device: torch.device, compared: int = COMPARED
+) -> TextParts:
     """Divide text between the comparison of plans and the calibration of a checkpoint at `path`.
 
     text         the text on which plans are compared, which `source` names
     device       where the model runs
     calibration  "auto" for what the comparison leaves of it, "none", or another text
+    compared     tokens for the comparison, if the text has twice as many
 
     Raises UsageError if both are one text, and NeuzipError for a text that is too short.
     """
     if calibration == "none":
-        return TextParts(COMPARED, None)
+        return TextParts(compared, None)
     most = CALIBRATING[device.type]
     if calibration == "auto" and source == DEMO:
-        return TextParts(COMPARED, _whole(path, _other_topics(), most))
+        return TextParts(compared, _whole(path, _other_topics(), most))
     if calibration == "auto":
-        return _rest(path, text, most)
+        return _rest(path, text, most, compared)
     other = read_text(calibration)
     if other.content == text.content:
         raise UsageError(
             f"`calibration={calibration!r}`: is the text on which the result is measured, {text.name}",
             "give another text, or auto, which divides `text` in two",
         )
-    return TextParts(COMPARED, _whole(path, other, most))
+    return TextParts(compared, _whole(path, other, most))
 
 
 def _other_topics() -> Text:
@@ -106,11 +109,11 @@ def _whole(path: Path, text: Text, most: int) -> CalibrationText:
     return CalibrationText(text.name, ids, tokenised.bos)
 
 
-def _rest(path: Path, text: Text, most: int) -> TextParts:
+def _rest(path: Path, text: Text, most: int, wanted: int) -> TextParts:
     """What the comparison leaves of a text: the second half, if the text is shorter than two comparisons."""
     tokenised = Tokenised(text, load_tokenizer(path))
     total = len(tokenised.ids)
-    compared = min(COMPARED, total // 2)
+    compared = min(wanted, total // 2)
     if compared < LEAST:
         raise NeuzipError(
             f"{text.name}: has {total} tokens, too few to calibrate on one half and measure on the other",
@@ -118,7 +121,7 @@ def _rest(path: Path, text: Text, most: int) -> TextParts:
         )
     ids = torch.tensor(tokenised.ids[compared + 1 :][: most + 1])
     note = ""
-    if compared < COMPARED:
+    if compared < wanted:
         note = (
             f"{text.name} has only {total:,} tokens: the first half measures, the second half calibrates;"
             " `calibration` takes another text"

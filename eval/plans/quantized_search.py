@@ -25,7 +25,7 @@ from neuzip.eval.measures.comparison import BaselineComparison, NotFinite
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.plans.plan_request import Stages, TargetRequest
 from neuzip.eval.plans.plan_trials import SearchResult, Trial
-from neuzip.eval.plans.quantized_matrices import QuantizedMatrices
+from neuzip.eval.plans.quantized_matrices import FINEST, QuantizedMatrices, step_within
 from neuzip.eval.plans.reach import UNCERTAIN, OutOfReach, out_of_reach
 from neuzip.eval.plans.search import search_budget
 from neuzip.eval.plans.target_values import value_of
@@ -41,12 +41,6 @@ LEAST = 0.99
 
 CORRECTIONS = 5
 """Plans whose real bytes are counted, at most."""
-
-FINEST = 2.0**-16
-"""Share of the coarsest step below which no step is tried."""
-
-PRECISE = 1e-4
-"""Relative difference of two steps at which a bisection ends."""
 
 GUESS = 14.4
 """Divergence, in nats a token, at the coarsest step, where nothing predicts it: trials correct it."""
@@ -201,14 +195,10 @@ class QuantizedPlanner:
 
     def _step_for(self, nbytes: float) -> float:
         """The finest step with which the weight files are predicted to take at most so many bytes."""
-        high = self._quantizer.largest_step
-        low = high * FINEST
-        if self._expected(high) > nbytes:
-            raise self._out_of_reach(self._expected(high))
-        while high > low * (1 + PRECISE):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if self._expected(middle) > nbytes else (low, middle)
-        return high
+        largest = self._quantizer.largest_step
+        if self._expected(largest) > nbytes:
+            raise self._out_of_reach(self._expected(largest))
+        return step_within(nbytes, self._expected, largest)
 
     def _curvature(self) -> float:
         guess = GUESS / self._quantizer.largest_step**2
