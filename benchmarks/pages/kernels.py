@@ -7,7 +7,7 @@ from typing import Any
 
 from packed_groups import GROUPS, lossless
 
-from pages.layout import Document, load, render
+from pages.layout import MODELS_READ, Document, load, render
 from pages.quoted import BLOCKS as QUOTED
 from pages.quoted import DECODED, form_ratios
 from pages.weights import blocks_worth
@@ -153,10 +153,11 @@ YARDSTICKS = ("q4_0", "nf4", "q5_0", "q6_k", "q8_0")
 
 
 def yardsticks() -> str:
-    """Some published formats and quantised weights of the same divergence, of one model."""
-    document = load("sweep-wikilm-26m")
+    """Some published formats and quantised weights of the same divergence, of the first model measured so."""
+    swept = ((name, load(f"sweep-{name}")) for name in ("wikilm-26m", "demo"))
+    model, document = next((name, document) for name, document in swept if document.get("savings"))
     savings = {saving["yardstick"]: saving for saving in document["savings"]}
-    return render("kernels.yardsticks", [savings[name] for name in YARDSTICKS])
+    return render("kernels.yardsticks", MODELS_READ[model], [savings[name] for name in YARDSTICKS])
 
 
 BLOCKS: dict[str, Callable[[], str]] = QUOTED | {

@@ -24,11 +24,10 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.checkpoint_parameters import find_parameters, read_bits, values_for
-from neuzip.eval.quantize.factors import StepFactors, choose_factors
 from neuzip.eval.quantize.gradients import OnTokens
 from neuzip.eval.quantize.settings import CalibrationSettings
 from neuzip.eval.quantize.statistics import ModelStatistics, gather
-from neuzip.kernels.grid import MAX_CODE, MIN_CODE, Grid, factors
+from neuzip.kernels.grid import MAX_CODE, MIN_CODE, Grid, factor_bytes, factors
 from neuzip.kernels.quantizers import ErrorSpread, grid_feedback
 from neuzip.runtime.dtypes import TORCH_DTYPES
 
@@ -40,6 +39,9 @@ ShowStage = Callable[[str, int, str], AbstractContextManager[OnTokens]]
 
 SAMPLE = 1 << 16
 """Weights of a tensor from which its coded size is predicted."""
+
+ROW_FACTORS = (0.3, 3.0)
+"""The smallest and the largest factor of a row of a tensor of which only the weights are known."""
 
 RANGE = 16.0
 """Largest factor between the step of a tensor, in units of its spread, and the usual one."""
@@ -55,17 +57,16 @@ class CalibratedTensor:
     """A tensor that is quantised, and its share of the mean step.
 
     relative_step  its step, divided by the mean step
-    rows, columns  factor bytes of its rows, uint8 [R], and columns, uint8 [C]; None for factors of 1
+    rows           factor bytes of its rows, uint8 [R]; None for factors of 1
     errors         how errors of its columns are compensated; None to round to nearest
-    sample         some of its weights, fp32 [n], divided by relative step and factors
+    sample         some of its weights, fp32 [n], divided by relative step and factors of rows
     least          the smallest step, so that all codes fit into 16 bits
-    harm           mean sensitivity of a weight times the square of its factors; 0 if it is not known
+    harm           mean divergence by the square of a weight's error, after compensation; 0 if it is not known
     """
 
     tensor: SourceTensor
     relative_step: float
     rows: Tensor | None
-    columns: Tensor | None
     errors: ErrorSpread | None
     sample: Tensor
     least: float
@@ -73,7 +74,7 @@ class CalibratedTensor:
 
     def grid(self, step: float) -> Grid:
         """Its grid for a mean step."""
-        return Grid(max(self.relative_step * step, self.least), self.rows, self.columns)
+        return Grid(max(self.relative_step * step, self.least), self.rows)
 
     def codes(self, weight: Tensor, step: float) -> tuple[Tensor, Grid]:
         """Codes, int16 in the tensor's shape, of its weights, fp32, for a mean step; and their grid."""
@@ -91,7 +92,7 @@ class CalibratedTensor:
         sampled = (self.sample / max(step, self.least / self.relative_step)).round_()
         codes = sampled.clamp_(MIN_CODE, MAX_CODE).to(torch.int16).numpy()
         bits = code_bits(int(codes.min()), int(codes.max()))
-        grid = grid_length(info, rows=self.rows is not None, columns=self.columns is not None)
+        grid = grid_length(info, rows=self.rows is not None, columns=False)
         return expected_code_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
 
 
@@ -192,60 +193,65 @@ def _weights(source: FolderSource, tensor: SourceTensor) -> Tensor:
 def _calibrate(
     source: FolderSource, tensors: Sequence[SourceTensor], statistics: ModelStatistics, on_weights: OnTokens
 ) -> list[CalibratedTensor]:
-    """Steps, factors and feedback of tensors. Those with infinities or NaNs are left out."""
+    """Steps and feedback of tensors. Those with infinities or NaNs are left out."""
     spreads = {key: ErrorSpread.of(gram) for key, gram in statistics.grams.items() if bool(gram.any())}
-    made = []
+    choices = []
     for tensor in tensors:
         weight = _weights(source, tensor)
-        spread = float(weight.square().mean().sqrt())
-        if math.isfinite(spread) and weight.numel():
-            matrix = weight.reshape(-1, weight.shape[-1] if weight.dim() else 1)
+        rms = float(weight.square().mean().sqrt())
+        if math.isfinite(rms) and weight.numel():
             known = statistics.tensors.get(tensor.name)
-            key = None if known is None else known.gram
-            errors = None if key is None else spreads.get(key)
-            chosen = None
-            if known is not None:
-                pivots = None
-                if errors is not None and key is not None:
-                    pivots = (errors.pivots() / statistics.grams[key].diagonal().mean()).cpu()
-                chosen = choose_factors(matrix, known.rows.cpu(), pivots)
-            made.append(_Choice.of(tensor, matrix, spread, chosen, errors))
+            if known is None:
+                choices.append(_uncalibrated(tensor, weight, rms))
+            else:
+                errors = spreads.get(known.gram) if known.gram is not None else None
+                share = 1.0
+                if errors is not None and known.gram is not None:
+                    energy = statistics.grams[known.gram].diagonal().mean()
+                    share = float(errors.pivots().mean() / energy)
+                choices.append(_Choice.of(tensor, weight, None, errors, rms, known.sensitivity * share))
         on_weights(tensor.info.numel)
-    return _with_steps(made)
+    return _with_steps(choices)
 
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
     """A tensor before its step is chosen.
 
-    scaled  some weights, divided by their factors; and `largest`, the largest magnitude of all
-    spread  the root mean square of its weights
-    harm    as StepFactors; 0 if it is not known
+    sample  some of its weights, divided by their factors; `largest` is the largest magnitude of all
+    rms     the root mean square of its weights
+    harm    as of CalibratedTensor
     """
 
     tensor: SourceTensor
-    factors: StepFactors
+    rows: Tensor | None
     errors: ErrorSpread | None
-    scaled: Tensor
+    sample: Tensor
     largest: float
-    spread: float
+    rms: float
+    harm: float
 
     @classmethod
     def of(
         cls,
         tensor: SourceTensor,
-        matrix: Tensor,
-        spread: float,
-        chosen: StepFactors | None,
+        weight: Tensor,
+        rows: Tensor | None,
         errors: ErrorSpread | None,
+        rms: float,
+        harm: float,
     ) -> _Choice:
-        chosen = chosen or StepFactors(None, None, 0.0)
-        scaled = matrix
-        if chosen.rows is not None:
-            scaled = scaled / factors(chosen.rows)[:, None]
-        if chosen.columns is not None:
-            scaled = scaled / factors(chosen.columns)
-        return cls(tensor, chosen, errors, _sample(scaled), float(scaled.abs().max()), spread)
+        if rows is not None:
+            weight = weight.reshape(len(rows), -1) / factors(rows)[:, None]
+        return cls(tensor, rows, errors, _sample(weight), float(weight.abs().max()), rms, harm)
+
+
+def _uncalibrated(tensor: SourceTensor, weight: Tensor, rms: float) -> _Choice:
+    """A tensor of which only the weights are known: rows have factors by the root of their spread."""
+    if weight.dim() < 2 or not rms:
+        return _Choice.of(tensor, weight, None, None, rms, 0.0)
+    rows = weight.reshape(-1, weight.shape[-1]).square().mean(1).sqrt()
+    return _Choice.of(tensor, weight, factor_bytes((rows / rms).sqrt().clamp(*ROW_FACTORS)), None, rms, 0.0)
 
 
 def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
@@ -253,32 +259,21 @@ def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
 
     Relative steps have a geometric mean of 1, weighted by the numbers of weights.
     """
-    sizes = [one.tensor.info.numel for one in choices]
-    known = [
-        (1 / math.sqrt(c.factors.harm) / c.spread, n)
-        for c, n in zip(choices, sizes, strict=True)
-        if c.factors.harm and c.spread
+    ratios = [1 / math.sqrt(c.harm) / c.rms if c.harm and c.rms else None for c in choices]
+    sizes = [c.tensor.info.numel for c in choices]
+    usual = _geometric_mean([(r, n) for r, n in zip(ratios, sizes, strict=True) if r is not None])
+    steps = [
+        (usual if ratio is None else min(max(ratio, usual / RANGE), usual * RANGE)) * (one.rms or 1.0)
+        for one, ratio in zip(choices, ratios, strict=True)
     ]
-    usual = _geometric_mean(known)
-    steps = []
-    for one in choices:
-        spread = one.spread or 1.0
-        ratio = usual if not one.factors.harm else 1 / math.sqrt(one.factors.harm) / spread
-        steps.append(min(max(ratio, usual / RANGE), usual * RANGE) * spread)
     mean = _geometric_mean(list(zip(steps, sizes, strict=True)))
     return [
         CalibratedTensor(
-            one.tensor,
-            step / mean,
-            one.factors.rows,
-            one.factors.columns,
-            one.errors,
-            one.scaled / (step / mean),
-            one.largest / MAX_CODE * 1.01 or 1.0,
-            one.factors.harm,
+            one.tensor, step / mean, one.rows, one.errors, one.sample / (step / mean),
+            one.largest / MAX_CODE * 1.01 or 1.0, one.harm,
         )
         for one, step in zip(choices, steps, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def _curvature(tensors: Sequence[CalibratedTensor]) -> float | None:
@@ -308,6 +303,6 @@ def _identity(
         digest.update(windows.fed.cpu().numpy().tobytes())
     for one in tensors:
         digest.update(f"{one.tensor.name} {one.relative_step.hex()} {one.least.hex()}".encode())
-        for factor_bytes in (one.rows, one.columns):
-            digest.update(b"-" if factor_bytes is None else factor_bytes.numpy().tobytes())
+        digest.update(b"" if one.rows is None else one.rows.numpy().tobytes())
+        digest.update(b"" if one.errors is None else one.errors.spread.diagonal().cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
