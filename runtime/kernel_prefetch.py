@@ -8,6 +8,7 @@ vain, or not at all, costs time only: see `kernels.device.compile_ahead`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,9 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import NeuzipError
 from neuzip.formats.config_section import read_config
+from neuzip.formats.records import QuantizedRecord
 from neuzip.kernels.dtypes import torch_dtypes_for
+from neuzip.kernels.grid_linear.form import WIDTHS
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.kernels.rans.coded import Kind, grid_bits
 from neuzip.kernels.rans.numbers import BLOCK
@@ -55,6 +58,20 @@ class MatrixShape:
     columns: int
     dtype: torch.dtype
     low_bits: int
+    bias: bool
+    multiplied: bool
+    looked_up: bool
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """What a product with packed codes, or a look-up of rows, is compiled for."""
+
+    out: int
+    columns: int
+    dtype: torch.dtype
+    width: int
+    has_columns: bool
     bias: bool
     multiplied: bool
     looked_up: bool
@@ -96,6 +113,7 @@ class ModelShapes:
     matrices: frozenset[MatrixShape]
     step: StepShape | None
     mixture: MixtureShape | None = None
+    grids: frozenset[GridShape] = frozenset()
 
 
 def prefetch_kernels(
@@ -129,12 +147,14 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
     """The shapes of the tensors of a checkpoint. What is damaged is passed over: who reads it reports it."""
     decoders: dict[Kind, tuple[int, bool]] = {}
     matrices: set[MatrixShape] = set()
+    grids: set[GridShape] = set()
     experts: set[tuple[torch.dtype, int]] = set()
     names = {tensor.name for tensor in tensors}
     has_head = any(part in name for name in names for part in HEADS)
     for tensor in tensors:
         try:
-            coding = source.coding(source.resolve(tensor))
+            target = source.resolve(tensor)
+            coding = source.coding(target)
         except NeuzipError:
             continue
         dtype, numel = TORCH_DTYPES.get(tensor.info.dtype), tensor.info.numel
@@ -152,15 +172,20 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
         looked_up = any(part in tensor.name for part in LOOKED_UP)
         out, columns = tensor.info.shape
         bias = tensor.name.removesuffix("weight") + "bias" in names
-        matrices.add(
-            MatrixShape(
-                out, columns, dtype, max(1, 8 - unused), bias, not looked_up or not has_head, looked_up
-            )
-        )
+        use = bias, not looked_up or not has_head, looked_up
+        if isinstance(target.record, QuantizedRecord):
+            width, has_columns = _expected_width(source, target), bool(target.record.column_factors)
+            grids.add(GridShape(out, columns, dtype, width, has_columns, *use))
+        else:
+            matrices.add(MatrixShape(out, columns, dtype, max(1, 8 - unused), *use))
     config = _config(source)
     bias = any(EXPERTS in name and name.endswith("bias") for name in names)
     return ModelShapes(
-        decoders, frozenset(matrices), _step_shape(config, matrices), _mixture_shape(config, experts, bias)
+        decoders,
+        frozenset(matrices),
+        _step_shape(config, [*matrices, *grids]),
+        _mixture_shape(config, experts, bias),
+        frozenset(grids),
     )
 
 
@@ -170,6 +195,16 @@ def kind_of(coding: FloatCoding | GridCoding) -> Kind:
         grid = grid_bits(coding.table, coding.row_weights, has_columns=bool(coding.columns))
         return Kind(coding.fmt, 0, coding.table.group, 0, grid)
     return Kind(coding.fmt, coding.mantissa_bits, coding.table.group, coding.block_size or 0)
+
+
+def _expected_width(source: FolderSource, tensor: SourceTensor) -> int:
+    """The width that the codes of a tensor will probably have in memory, by what they take in the file.
+
+    A width of w bits is best for normally distributed codes of up to about w - 0.2 bits of entropy.
+    """
+    nbytes = sum(extent.nbytes for extent in source.extents(tensor) if extent.stream == "words")
+    entropy = 8 * nbytes / max(1, tensor.info.numel)
+    return min(max(math.ceil(entropy + 0.2), WIDTHS[0]), WIDTHS[-1])
 
 
 def _config(source: FolderSource) -> Any:
@@ -192,7 +227,7 @@ def _mixture_shape(config: Any, forms: Iterable[tuple[torch.dtype, int]], bias: 
     return MixtureShape(experts, k, hidden, inner, dtype, low_bits, bias)
 
 
-def _step_shape(config: Any, matrices: Iterable[MatrixShape]) -> StepShape | None:
+def _step_shape(config: Any, matrices: Iterable[MatrixShape | GridShape]) -> StepShape | None:
     """The sizes of a step; None where config.json does not say them all."""
     dtypes = {matrix.dtype for matrix in matrices}
     names = "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
@@ -222,6 +257,8 @@ def launches_on_meta(shapes: ModelShapes, residency: str, rows: Sequence[int]) -
     ]
     if residency != "dense":
         launches += _packed_launches(shapes.matrices, residency, rows)
+    if residency == "packed":
+        launches += _grid_launches(shapes.grids, rows)
     if residency == "packed" and shapes.mixture is not None:
         launches += [partial(_launch_mixture, shapes.mixture, count) for count in rows]
     if residency == "ans":
@@ -249,6 +286,20 @@ def _packed_launches(
         for count in rows if residency == "packed" and m.multiplied else ():
             if count == 1 or not m.looked_up:  # of a prompt, only the last token goes through the head
                 yield partial(compile_products, packed, count, m.bias)
+
+
+def _grid_launches(grids: Iterable[GridShape], rows: Sequence[int]) -> Iterator[Callable[[], object]]:
+    """Look-ups and products of matrices that are stored quantized, the looked-up ones first."""
+    from neuzip.kernels.grid_linear.ops import compile_products, compile_rows
+    from neuzip.kernels.grid_linear.tensor import GridTensor
+
+    for grid in sorted(grids, key=lambda grid: not grid.looked_up):
+        packed = GridTensor.without_values(grid.out, grid.columns, grid.dtype, grid.width, grid.has_columns)
+        if grid.looked_up:
+            yield partial(compile_rows, packed)
+        for count in rows if grid.multiplied else ():
+            if count == 1 or not grid.looked_up:  # of a prompt, only the last token goes through the head
+                yield partial(compile_products, packed, count, grid.bias)
 
 
 def _launch_mixture(shape: MixtureShape, tokens: int) -> None:

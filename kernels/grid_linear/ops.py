@@ -26,7 +26,7 @@ from neuzip.kernels.grid_linear import first_use, reference
 from neuzip.kernels.grid_linear.form import TILE_ROWS
 from neuzip.kernels.grid_linear.tensor import ARRAYS, GridTensor
 
-__all__ = ["FEW_ROWS", "compile_products", "decode", "is_usual", "linear", "product", "rows"]
+__all__ = ["FEW_ROWS", "compile_products", "compile_rows", "decode", "is_usual", "linear", "product", "rows"]
 
 FEW_ROWS = 64
 """Rows of x that are multiplied from the packed form, at most; with more, weights are decoded first."""

@@ -21,7 +21,7 @@ from neuzip.kernels.grid_linear.form import (
 )
 from neuzip.kernels.grid_linear.tensor import GridTensor
 
-WEIGHTS_AT_ONCE = 1 << 23
+WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are packed at a time, about: each takes some 30 bytes meanwhile."""
 
 FAR = 1 << 14

@@ -20,10 +20,12 @@ from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.grid import Grid
 from neuzip.runtime import residency
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.model_files import model_tensors
 from neuzip.runtime.hf.quantization_config import NeuzipConfig
+from neuzip.runtime.kernel_prefetch import model_shapes
 from neuzip.runtime.read import load_state_dict, read_grid
 from neuzip.runtime.residency import WeightUse
-from neuzip.runtime.weights import GridWeight, PackedWeight
+from neuzip.runtime.weights import GridWeight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +34,7 @@ IDS = torch.arange(2 * 12).view(2, 12) * 7 % 512
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tied Llama: a head and an embedding in one, matrices with factors and without, one too fine."""
+    """A small Llama, its head tied to the embedding: matrices with factors and without, one of 8 bits."""
     path = tmp_path_factory.mktemp("grid")
     model = models.llama(
         seed=1, vocab_size=512, hidden_size=256, intermediate_size=320, num_hidden_layers=1,
@@ -42,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rules = [
         Rule("*norm*", Scheme("lossless")),
         Rule("*gate_proj*", Scheme("quantized", step=0.005, row_factors=True, column_factors=True)),
-        Rule("*up_proj*", Scheme("quantized", step=0.00002)),
+        Rule("*up_proj*", Scheme("quantized", step=0.0004)),
         Rule("*", Scheme("quantized", step=0.005)),
     ]
     compress(path / "model", path / "small", rules=rules)
@@ -55,7 +57,7 @@ def test_a_model_keeps_its_codes_packed(folder: Path, device: torch.device, tmp_
     kinds = {name: type(p) for name, p in packed.named_parameters()}
     assert kinds["model.embed_tokens.weight"] is kinds["model.layers.0.self_attn.q_proj.weight"] is GridWeight
     assert kinds["model.layers.0.mlp.gate_proj.weight"] is GridWeight
-    assert kinds["model.layers.0.mlp.up_proj.weight"] is PackedWeight
+    assert packed.model.layers[0].mlp.up_proj.weight.packed.width == 8
     assert packed.lm_head.weight is packed.model.embed_tokens.weight
     for name, parameter in packed.named_parameters():
         values = parameter.dense() if residency.is_compressed(parameter) else parameter
@@ -72,6 +74,19 @@ def test_a_model_keeps_its_codes_packed(folder: Path, device: torch.device, tmp_
     saved = dict(load_state_dict(tmp_path / "saved"))
     assert saved.keys() == stored.keys()
     assert all(same_bits(saved[name], stored[name]) for name in stored)
+
+
+def test_kernels_to_compile_ahead(folder: Path):
+    """Codes of 5 bits, as packing chooses for them, and no other packed form of these matrices."""
+    with FolderSource(find_checkpoint(folder)) as source:
+        shapes = model_shapes(source, model_tensors(source))
+    grids = {(g.out, g.columns, g.has_columns, g.looked_up): g.width for g in shapes.grids}
+    assert grids == {
+        (512, 256, False, True): 5, (256, 256, False, False): 5, (256, 320, False, False): 5,
+        (320, 256, True, False): 5, (320, 256, False, False): 8,
+    }  # fmt: skip
+    assert not shapes.matrices
+    assert shapes.step is not None
 
 
 def test_from_pretrained(folder: Path, device: torch.device):

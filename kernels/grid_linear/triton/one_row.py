@@ -141,7 +141,7 @@ def _one_row(
     sums = ()
     for _ in tl.static_range(8):
         sums += ((zero, zero, zero, zero),)
-    for turn in tl.range(TURNS):
+    for turn in tl.range(TURNS, loop_unroll_factor=AHEAD):
         factors = load_factors(column_factors, tl.minimum(turn * (4 * W) + c, C - 1), COLUMNS)
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
         coming += (load_words(words, k * 16 + r * 2, k < C, WIDTH, C, EVEN),)
@@ -150,9 +150,14 @@ def _one_row(
         coming, pairs = behind(coming, 1), behind(pairs, 1)
     if USE_PDL:
         cuda.gdc_launch_dependents()  # all words have been asked for
-    for more in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):
-        weight, column, there = load_escape(escapes, first + more * EL, stop, 0, 0, 1.0, HALF, True)
-        fix += weight * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
+    first += EL
+    for more in range(tl.cdiv(tl.max(stop - first, 0), EL * 4)):
+        entries = ()
+        for i in tl.static_range(4):  # in flight together
+            entries += (load_escape(escapes, first + (more * 4 + i) * EL, stop, 0, 0, 1.0, HALF, True),)
+        for i in tl.static_range(4):
+            weight, column, there = entries[i]
+            fix += weight * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
 
     # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
     top, bottom = zero, zero

@@ -25,6 +25,9 @@ from neuzip.kernels.packed_linear.triton.some_rows import (
 from neuzip.kernels.packed_linear.triton.words import load_words
 from neuzip.kernels.tuning import launch_for
 
+SHARES = 4
+"""Programs that share the escapes of a block: with 1 in 1,000 weights, a row has several."""
+
 
 def multiply_some_rows(
     y: torch.Tensor, x: torch.Tensor, packed: GridTensor, bias: torch.Tensor | None
@@ -48,9 +51,10 @@ def multiply_some_rows(
         USE_PDL=uses_pdl(_some_rows, device), num_warps=TILES, device=device,
     )  # fmt: skip
     launch(
-        add_parts, (blocks, wide // 8),
+        add_parts, (blocks * SHARES, wide // 8),
         y, parts, x, packed.row_start, packed.escapes, bias, 0, 0, 1.0, out, rows, lanes, wide, **spread,
-        HALF=half, BIAS=bias is not None, EMPTY=True, W=TILES, num_warps=TILES, pdl=True, device=device,
+        HALF=half, BIAS=bias is not None, EMPTY=True, W=TILES, SHARES=SHARES, BATCH=4, num_warps=TILES,
+        pdl=True, device=device,
     )  # fmt: skip
 
 

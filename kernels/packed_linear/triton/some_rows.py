@@ -64,7 +64,7 @@ def multiply_some_rows(
         add_parts, (blocks, wide // 8),
         y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
         lanes, wide, **spread, HALF=half, BIAS=bias is not None, EMPTY=False, W=TILES,
-        num_warps=TILES, pdl=True, device=device,
+        SHARES=1, BATCH=1, num_warps=TILES, pdl=True, device=device,
     )  # fmt: skip
 
 
@@ -163,24 +163,32 @@ def tile_and_word(block, turn, warp, q, tiles, W: tl.constexpr):
 def add_parts(
     y, parts, x, row_start, escapes, bias, base, shift, scale, N, M, lanes, rows_of_part, turns, each,
     own_blocks, HALF: tl.constexpr, BIAS: tl.constexpr, EMPTY: tl.constexpr, W: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    SHARES: tl.constexpr, BATCH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """16 W columns of 8 rows of y: meanwhile the escapes' share, then the parts in the order of programs.
+    """Columns of a block of 16 W, for 8 rows of y: the escapes' share, then the parts in order of programs.
 
-    EMPTY: the slots of escapes hold 0, as those of grid_linear do.
+    A block has SHARES programs. Escapes are loaded BATCH at a time by a thread. EMPTY: their slots hold 0, as
+    in grid_linear.
     """
-    EL: tl.constexpr = 2  # escapes of a row at a time
+    ROWS: tl.constexpr = 16 * W // SHARES
+    EL: tl.constexpr = 2 * SHARES  # escapes of a row at a time
     t = tl.arange(0, 32 * W)
-    block, octet = tl.program_id(0), tl.program_id(1) * 8
+    block, octet = tl.program_id(0) // SHARES, tl.program_id(1) * 8
     begin = block * (16 * W)
-    first, stop = escapes_of_row(row_start, tl.minimum(begin + t // EL, N - 1), t % EL)
+    own = tl.program_id(0) % SHARES * ROWS
+    first, stop = escapes_of_row(row_start, tl.minimum(begin + own + t // EL, N - 1), t % EL)
     x += octet * (32 * lanes)
     fix = tl.zeros([32 * W, 8], tl.float32)
-    for step in range(tl.cdiv(tl.max(stop - first, 0), EL)):
-        off, column, there = load_escape(escapes, first + step * EL, stop, base, shift, scale, HALF, EMPTY)
-        fix += off[:, None] * gather_x(x, column, there, M - octet, lanes, 8).to(tl.float32)
-    result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, EL, 8]), 1))
-    n, m = tl.arange(0, 16 * W)[None, :], octet + tl.arange(0, 8)[:, None]
+    for step in range(tl.cdiv(tl.max(stop - first, 0), EL * BATCH)):
+        entries = ()
+        for i in tl.static_range(BATCH):  # in flight together
+            at = first + (step * BATCH + i) * EL
+            entries += (load_escape(escapes, at, stop, base, shift, scale, HALF, EMPTY),)
+        for i in tl.static_range(BATCH):
+            off, column, there = entries[i]
+            fix += off[:, None] * gather_x(x, column, there, M - octet, lanes, 8).to(tl.float32)
+    result = tl.trans(tl.sum(tl.reshape(fix, [ROWS, EL, 8]), 1))
+    n, m = own + tl.arange(0, ROWS)[None, :], octet + tl.arange(0, 8)[:, None]
     inside = (begin + n < N) & (m < M)
     if BIAS:
         result += tl.load(bias + begin + n, mask=begin + n < N, other=0.0).to(tl.float32)
