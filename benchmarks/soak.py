@@ -197,6 +197,13 @@ def random_rules(rng: np.random.Generator, names: set[str]) -> list[Rule]:
     elif kind < 0.75:
         block = [None, None, 8, 64, 512, 16384][int(rng.integers(6))]
         scheme = Scheme("truncated", int(rng.integers(0, 7)), block)
+    elif kind < 0.88:
+        scheme = Scheme(
+            "quantized",
+            step=float(2.0 ** rng.uniform(-8, 2)),
+            row_factors=bool(rng.random() < 0.5),
+            column_factors=bool(rng.random() < 0.5),
+        )
     else:
         scheme = Scheme(
             "ternary",

@@ -1,4 +1,4 @@
-"""Every scheme on one checkpoint, and plans by target beside the same number of bits everywhere.
+"""Every scheme and yardstick on one checkpoint, and plans of mantissa bits by target.
 
     python benchmarks/sweep.py NAME CHECKPOINT TEXT --calibration TEXT [--max-tokens N] [--out DIR]
 
@@ -6,10 +6,12 @@
     python benchmarks/sweep.py wikilm-26m $NEUZIP_DATA/wikilm-26m $NEUZIP_DATA/wikitext-2/wiki.test.raw \\
         --calibration $NEUZIP_DATA/wikitext-2/wiki.valid.raw
 
-The result is benchmarks/results/sweep-NAME.json, with its picture in sweep-NAME.svg. For each number of bits
-one plan is made of the size that rounding everything to them takes, and one with the divergence that this
-brings. Plans are made on the calibration text (`train`: the demo's training text) and measured on TEXT, which
-they never saw. With --out a second run goes on where the first stopped.
+The result is benchmarks/results/sweep-NAME.json, with its picture in sweep-NAME.svg. Quantised weights are
+calibrated on the calibration text (`train`: the demo's training text), and all is measured on TEXT. For each
+yardstick it is shown how much smaller quantised weights of its divergence are, and whether that is as much as
+they must be. For each of --mantissa-bits one plan of mantissa bits is made of the size that rounding all to
+them takes, and one with the divergence that this brings, both on the calibration text. With --out a second
+run goes on where the first stopped.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from record import ROOT, Environment, Measurement, save
 
+from neuzip.choices import SWEEP_SCHEMES
 from neuzip.compress import compress
 from neuzip.eval.demo import split_topics
 from neuzip.eval.figure_files import svg
@@ -34,11 +37,18 @@ from neuzip.eval.plans.calibration_text import COMPARED
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.plan_search import find_plan
 from neuzip.eval.plans.target_values import max_kld, target_size
-from neuzip.eval.sweep.measure import SweepSetting
 from neuzip.eval.sweep.picture import draw
 from neuzip.eval.sweep.rows import SweepRow
 from neuzip.eval.sweep.run import sweep
+from neuzip.eval.sweep.savings import Saving
+from neuzip.eval.sweep.setting import SweepSetting, with_calibration
 from neuzip.eval.sweep.setup import parse_schemes
+
+TARGETS = {"q8_0": (0.10, 0.14)}
+"""Shares by which quantised weights must be smaller than a yardstick at its divergence, and should be."""
+
+TARGET = (0.15, 0.22)
+"""The same shares for all other yardsticks."""
 
 
 def main() -> None:
@@ -48,7 +58,8 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("text")
     parser.add_argument("--calibration", required=True)
-    parser.add_argument("--schemes", default="lossless,k7,k6,k5,k4,k3,k2,k1,k0")
+    parser.add_argument("--schemes", default=SWEEP_SCHEMES)
+    parser.add_argument("--yardsticks", default="all")
     parser.add_argument("--blocks", default="32,64,128,256,512")
     parser.add_argument("--methods", nargs="*", default=["fisher", "measured"])
     parser.add_argument("--mantissa-bits", type=int, nargs="*", default=[3, 2, 1])
@@ -64,11 +75,14 @@ def main() -> None:
             arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens,
             device=arguments.device,
         )  # fmt: skip
-        asked = parse_schemes(arguments.schemes, arguments.blocks)
-        found = sweep(setting, asked, arguments.out or Path(folder) / "sweep", stage)
+        source = "auto" if arguments.calibration == "train" else arguments.calibration
+        setting = with_calibration(setting, arguments.text, source)
+        schemes = parse_schemes(arguments.schemes, arguments.blocks, arguments.yardsticks)
+        found = sweep(setting, schemes, arguments.out or Path(folder) / "sweep", stage)
         for row in found.rows:
             print(f"{row.scheme:10}{row.ratio:8.2%}{row.bits_per_weight:8.2f}{row.perplexity.value:10.3f}"
                   f"{row.comparison.kld.mean.value:12.3e}")  # fmt: skip
+        savings = [_saving(saving) for saving in found.savings]
         uniform = {f"k{k}": k for k in arguments.mantissa_bits}
         rows = {uniform[row.scheme]: row for row in found.rows if row.scheme in uniform}
         plans = _plans(arguments, rows, text, Path(folder))
@@ -78,14 +92,26 @@ def main() -> None:
     environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
     facts = {
         "text": found.text, "convention": found.rule, "device": found.device, "front": list(found.front),
-        "plans": plans,
+        "calibration": Path(arguments.calibration).name, "savings": savings, "plans": plans,
     }  # fmt: skip
     path = save(
         f"sweep-{arguments.name}",
-        "size, quality, memory and speed by scheme, and plans by target",
+        "size, quality, memory and speed by scheme and yardstick, and plans by target",
         Measurement(environment, list(map(_without_versions, found.rows)), facts),
     )
     print(f"saved {path} and {picture}")
+
+
+def _saving(saving: Saving) -> dict[str, Any]:
+    """Quantised weights compared with a yardstick, and how much smaller they must and should be; printed."""
+    must, stretch = TARGETS.get(saving.yardstick, TARGET)
+    if saving.saved is None:
+        verdict = "outside of the curve"
+    else:
+        verdict = "stretch" if saving.saved >= stretch else "met" if saving.saved >= must else "missed"
+        verdict = f"{saving.quantized_bits:.3f} bits, {saving.saved:.1%} smaller: {verdict}"
+    print(f"{saving.yardstick:10}{saving.bits:8.3f} bits{saving.kld:12.3e}  quantised: {verdict}")
+    return {**asdict(saving), "saved": saving.saved, "must": must, "stretch": stretch}
 
 
 @contextmanager

@@ -272,7 +272,8 @@ def inspect_checkpoint(
     """Count the bits of a checkpoint, plain or compressed: entropies, sizes and histograms.
 
     `tensor` is a glob of tensor names to look at, or several. Entropies are in bits per weight, sizes in
-    bytes; the stored sizes of a plain checkpoint are predicted. `device` and `jobs` are as in
+    bytes; the stored sizes of a plain checkpoint are predicted, and `rates` predict what quantised files
+    would take, with the step and the relative error of the weights. `device` and `jobs` are as in
     `compress_checkpoint`.
 
     Raises UsageError where no tensor matches, FormatError for a damaged checkpoint, and NeuzipError for a

@@ -66,3 +66,6 @@ BitnetMode = Literal["offline", "online"]
 
 ExportActivations = Literal["b1.58", "none"]
 """Activations of an exported model: of 8 bits, or not quantised."""
+
+SWEEP_SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0,bits8,bits7,bits6,bits5,bits4.5,bits4,bits3.5,bits3,bits2.5"
+"""The schemes that a sweep measures by default."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from neuzip.compress.schemes.codec import FloatCoding, GridCoding
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import NeuzipError
@@ -25,7 +26,7 @@ from neuzip.formats.records import QuantizedRecord
 from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.kernels.grid_linear.form import WIDTHS
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
-from neuzip.kernels.rans.coded import Kind
+from neuzip.kernels.rans.coded import Kind, grid_bits
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.runtime.dtypes import TORCH_DTYPES
 from neuzip.runtime.weights.packed import can_be_packed
@@ -159,10 +160,10 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
         dtype, numel = TORCH_DTYPES.get(tensor.info.dtype), tensor.info.numel
         unused = 0
         if coding is not None:
-            kind = coding.fmt, coding.mantissa_bits, coding.table.group, coding.block_size or 0
+            kind = kind_of(coding)
             full, ragged = decoders.get(kind, (0, False))
             decoders[kind] = full + numel // BLOCK, ragged or numel % BLOCK != 0
-            unused = coding.fmt.mantissa_bits - coding.mantissa_bits
+            unused = coding.fmt.mantissa_bits - coding.mantissa_bits if isinstance(coding, FloatCoding) else 0
         if EXPERTS in tensor.name and dtype in torch_dtypes_for("packed"):
             experts.add((dtype, max(1, 8 - unused)))
         is_matrix = len(tensor.info.shape) == 2 and can_be_packed(*tensor.info.shape)
@@ -186,6 +187,14 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
         _mixture_shape(config, experts, bias),
         frozenset(grids),
     )
+
+
+def kind_of(coding: FloatCoding | GridCoding) -> Kind:
+    """What the decoder's launches for a tensor are compiled for."""
+    if isinstance(coding, GridCoding):
+        grid = grid_bits(coding.table, coding.row_weights, has_columns=bool(coding.columns))
+        return Kind(coding.fmt, 0, coding.table.group, 0, grid)
+    return Kind(coding.fmt, coding.mantissa_bits, coding.table.group, coding.block_size or 0)
 
 
 def _expected_width(source: FolderSource, tensor: SourceTensor) -> int:

@@ -67,6 +67,28 @@ def read_tensor(
     return read_tensors(source, [tensor], torch.device("cpu"), workers, verify=verify)[0]
 
 
+def read_streams(
+    source: FolderSource, tensor: SourceTensor, device: torch.device, *, verify: bool = True
+) -> dict[str, torch.Tensor]:
+    """The streams (uint8) of a tensor that is no alias, on `device`.
+
+    `verify` compares them with their checksums. Raises FormatError.
+    """
+    streams: dict[str, torch.Tensor] = {}
+    for extent in source.extents(tensor):
+        stored = torch.empty(extent.nbytes, dtype=torch.uint8)
+        source.read_into(tensor.file, extent.start, stored.numpy())
+        checksum = xxhash.xxh3_64(stored.numpy().data).hexdigest() if verify else extent.checksum
+        if checksum != extent.checksum:
+            raise FormatError(
+                source.checkpoint.root / tensor.file,
+                f"has the checksum {checksum} instead of {extent.checksum}: the file is damaged",
+                tensor=tensor.name, field=extent.stream,
+            )  # fmt: skip
+        streams[extent.stream or ""] = stored.to(device)
+    return streams
+
+
 def read_ternary(
     source: FolderSource, tensor: SourceTensor, device: torch.device, *, verify: bool = True
 ) -> Ternary:
@@ -77,17 +99,7 @@ def read_ternary(
     target = source.resolve(tensor)
     path, record = source.checkpoint.root / target.file, target.record
     assert isinstance(record, TernaryRecord)
-    streams: dict[str, torch.Tensor] = {}
-    for extent in source.extents(target):
-        stored = torch.empty(extent.nbytes, dtype=torch.uint8)
-        source.read_into(target.file, extent.start, stored.numpy())
-        checksum = xxhash.xxh3_64(stored.numpy().data).hexdigest() if verify else extent.checksum
-        if checksum != extent.checksum:
-            raise FormatError(
-                path, f"has the checksum {checksum} instead of {extent.checksum}: the file is damaged",
-                tensor=target.name, field=extent.stream,
-            )  # fmt: skip
-        streams[extent.stream or ""] = stored.to(device)
+    streams = read_streams(source, target, device, verify=verify)
     try:
         return ternary_coding.decoder_of(
             target.info,

@@ -26,14 +26,16 @@ import xxhash
 
 from neuzip.compress.pieces import padded
 from neuzip.compress.schemes import codec_of
-from neuzip.compress.schemes.codec import FloatCoding
+from neuzip.compress.schemes.codec import FloatCoding, GridCoding
+from neuzip.compress.schemes.quantized_coding import STEP_BYTES
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import Extent, SourceTensor
 from neuzip.compress.workers import default_jobs
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import plane_bytes
-from neuzip.kernels.rans.coded import PATTERNS, CodedTensor
+from neuzip.kernels.grid import Grid
+from neuzip.kernels.rans.coded import PATTERNS, CodedGrid, CodedTensor
 from neuzip.kernels.rans.triton.decode import decode
 from neuzip.runtime.dtypes import shaped, torch_dtype
 
@@ -311,7 +313,7 @@ class _Load:
                 apart.append(number)
                 continue
             self._memory[number] = self._empty(tensor.info.nbytes)
-            coded.append(_coded_tensor(coding, tensor.info.numel, streams))
+            coded.append(coded_tensor(coding, tensor.info.numel, streams))
             outs.append(self._memory[number].view(PATTERNS[coding.fmt.bits]))
         self._queues.kernels_wait()
         for number in apart:
@@ -356,8 +358,12 @@ def _jobs(part: _Part, stored: list[_Stored]) -> Iterator[_Job]:
         yield _Job(part, together)
 
 
-def _coded_tensor(coding: FloatCoding, numel: int, streams: dict[str, torch.Tensor]) -> CodedTensor:
-    """A tensor whose streams have arrived, for the decoder."""
+def coded_tensor(
+    coding: FloatCoding | GridCoding, numel: int, streams: Mapping[str, torch.Tensor]
+) -> CodedTensor:
+    """A tensor whose streams (uint8) have arrived on a device, for the decoder there."""
+    if isinstance(coding, GridCoding):
+        return _coded_codes(coding, numel, streams)
     fields = streams["sign_mantissa"]
     return CodedTensor(
         fmt=coding.fmt,
@@ -372,4 +378,20 @@ def _coded_tensor(coding: FloatCoding, numel: int, streams: dict[str, torch.Tens
         },
         normaliser=streams.get("normaliser"),
         block_size=coding.block_size,
+    )
+
+
+def _coded_codes(coding: GridCoding, numel: int, streams: Mapping[str, torch.Tensor]) -> CodedTensor:
+    """Weights on a grid whose streams have arrived. Column factors are copied, as the decoder aligns them."""
+    factors = streams["grid"][STEP_BYTES:]
+    rows = factors[: coding.rows] if coding.rows else None
+    columns = factors[coding.rows : coding.rows + coding.columns].clone() if coding.columns else None
+    return CodedTensor(
+        fmt=coding.fmt,
+        kept_bits=0,
+        numel=numel,
+        table=coding.table,
+        index=streams["index"].view(torch.int16)[: -(-numel // rans.BLOCK)],
+        words=streams["words"].view(torch.int16),
+        grid=CodedGrid(Grid(coding.step, rows, columns), coding.row_weights, coding.code_bits),
     )

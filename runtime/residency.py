@@ -31,7 +31,7 @@ from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.expert_memory import ExpertMemory
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
-from neuzip.runtime.weights import CompressedWeight, GridWeight, WeightUse
+from neuzip.runtime.weights import AnsWeight, CompressedWeight, GridWeight, WeightUse
 from neuzip.runtime.weights.base import SMALLEST
 
 DTYPES = torch_dtypes_for("packed")
@@ -162,11 +162,21 @@ def compress_parameters(model: nn.Module, residency: str, expert_memory: int | N
     return memory(model)
 
 
+def keep_arrived(
+    weight: GridWeight | AnsWeight, experts: ExpertMemory | None = None, name: str = ""
+) -> nn.Parameter:
+    """A weight that has arrived compressed as a frozen parameter; `experts` places those of `name`."""
+    placed: CompressedWeight = weight
+    if experts is not None and len(weight.stored) == 3:
+        placed = experts.placed(weight, name)
+    return nn.Parameter(placed, requires_grad=False)
+
+
 def settle_arrived(model: nn.Module, compressed: Collection[str]) -> None:
-    """Make packed weights dense that arrived for other parameters than those to be compressed, by name."""
+    """Make weights dense that arrived compressed for other parameters than `compressed`, by their names."""
     places = _places(model)
     for name, parameter in list(model.named_parameters()):
-        if isinstance(parameter, GridWeight) and name not in compressed:
+        if isinstance(parameter, GridWeight | AnsWeight) and name not in compressed:
             replace(places, parameter, nn.Parameter(parameter.dense()))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from packed_groups import GROUPS, lossless
 
-from pages.layout import Document, load, render
+from pages.layout import MODELS_READ, Document, load, render
 from pages.quoted import BLOCKS as QUOTED
 from pages.quoted import DECODED, form_ratios
 from pages.weights import blocks_worth
@@ -148,17 +148,22 @@ def peers_attention() -> str:
     return render("kernels.peers_attention", section, [results[side] for side in ATTENTION_SIDES])
 
 
-def group_formats() -> str:
-    """A plain format and mantissa bits of nearly the same size, of a strongly trained model."""
-    formats = {r["format"]: r for r in load("group_formats-smollm2-135m")["results"]}
-    schemes = {r["scheme"]: r for r in load("sweep-smollm2-135m")["results"]}
-    return render("kernels.group_formats", formats["6 bits, groups of 64, asymmetric"], schemes["k3"])
+YARDSTICKS = ("q4_0", "nf4", "q5_0", "q6_k", "q8_0")
+"""Formats of which docs/explanation/comparison.md shows what quantised weights save."""
+
+
+def yardsticks() -> str:
+    """Some published formats and quantised weights of the same divergence, of the first model measured so."""
+    swept = ((name, load(f"sweep-{name}")) for name in ("wikilm-26m", "demo"))
+    model, document = next((name, document) for name, document in swept if document.get("savings"))
+    savings = {saving["yardstick"]: saving for saving in document["savings"]}
+    return render("kernels.yardsticks", MODELS_READ[model], [savings[name] for name in YARDSTICKS])
 
 
 BLOCKS: dict[str, Callable[[], str]] = QUOTED | {
     "kernel-rans": rans, "kernel-ans": ans, "kernel-packed": packed, "kernel-ternary": ternary,
     "kernel-attention": attention, "kernel-kv": kv, "kernel-loss": loss, "loss-tiles": loss_tiles,
     "blocks": blocks_worth, "peers-lossless": peers_lossless, "residencies": residencies,
-    "peers-attention": peers_attention, "group-formats": group_formats,
+    "peers-attention": peers_attention, "yardsticks": yardsticks,
 }  # fmt: skip
 """What a mark may name."""

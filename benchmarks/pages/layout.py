@@ -21,7 +21,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 Document = dict[str, Any]
 """A result as its file has it; most have a list `results` of dictionaries."""
 
-MODELS_READ = {"demo": "The demo checkpoint", "wikilm-26m": "wikilm-26m", "smollm2-135m": "SmolLM2-135M"}
+MODELS_READ = {"demo": "The demo checkpoint", "wikilm-26m": "wikilm-26m", "smollm2-135m": "SmolLM2-135M",
+               "smollm2-135m-dithered": "SmolLM2-135M, dithered"}  # fmt: skip
 """Names of models; docs/measurements.md says what they are."""
 
 
@@ -38,7 +39,8 @@ def load(name: str) -> Document:
 
 def measured(*tables: tuple[Sequence[str], Callable[..., str]]) -> list[str]:
     """The tables of which all results are there."""
-    return [render(*map(load, names)) for names, render in tables if all(map(is_measured, names))]
+    pages = [render(*map(load, names)) for names, render in tables if all(map(is_measured, names))]
+    return [page for page in pages if page]
 
 
 def render(block: str, *values: object, **named: object) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pages.layout import load, render
+from neuzip.eval.sweep.savings import savings
+from pages.layout import MODELS_READ, load, render
 from pages.running import serving
 
 
@@ -110,6 +111,21 @@ def training_costs() -> str:
     return render("quoted.training_costs", section, *methods, *ratios)
 
 
+def rounded_or_quantised() -> str:
+    """What quantised weights take at the divergence of rounded mantissas, for each model swept with both."""
+    rows = []
+    for name, model in MODELS_READ.items():
+        results = load(f"sweep-{name}")["results"]
+        points = [(r["scheme"], r["bits_per_weight"], r["kld"]["mean"]["value"]) for r in results]
+        curve = [point for point, r in zip(points, results, strict=True) if r.get("kind") == "quantized"]
+        rounded = [point for point in points if point[0] in ("k3", "k2", "k1")]
+        rows += [
+            (model, one.yardstick[1:], one.kld, one.bits, one.quantized_bits)
+            for one in savings(curve, rounded) if one.quantized_bits is not None
+        ]  # fmt: skip
+    return render("quoted.rounded_or_quantised", rows)
+
+
 def nats() -> str:
     """What a mean KL divergence meant for a strongly trained model."""
     results = {r["scheme"]: r for r in load("sweep-smollm2-135m")["results"]}
@@ -120,7 +136,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__.replace("_", "-"): block
     for block in (
         one_more_bit, whole_commands, durations, delta_sizes, in_memory, gpu_memory, ternary_loss,
-        ternary_speed, recovered, kv_loss, training_costs, nats,
+        ternary_speed, recovered, kv_loss, training_costs, rounded_or_quantised, nats,
     )
 }  # fmt: skip
 """What a mark may name."""

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 from pages.layout import Document, is_measured, load, render
 
+IN_BLOCKS = re.compile(r"k\d+b(\d+)")
+"""Names that sweeps give to mantissa bits in blocks; quantised rows and yardsticks have other ones."""
+
 SWEPT = ("wikilm-26m", "smollm2-135m")
-"""Models beside the demo of which there are sweeps."""
+"""Models beside the demo of which there are sweeps of mantissa bits."""
+
+COMPARED = ("demo", "wikilm-26m", "smollm2-135m-dithered")
+"""Models on which formats are compared. SmolLM2-135M comes from 4-bit weights in groups of 32: formats are on
+equal terms only if its weights are moved at random within their steps."""
 
 
 def sweep(document: Document) -> str:
     """Size and quality for every number of mantissa bits: of the demo with blocks too, of others without."""
     results = {r["scheme"]: r for r in document["results"]}
-    blocks = sorted({int(name.partition("b")[2]) for name in results if "b" in name}, reverse=True)
+    blocks = sorted({int(size[1]) for size in map(IN_BLOCKS.fullmatch, results) if size}, reverse=True)
     rows = [
         (k, [results.get(name) for name in (f"k{k}", *(f"k{k}b{size}" for size in blocks))])
         for k in range(7, -1, -1) if f"k{k}" in results
@@ -25,14 +33,19 @@ def sweep(document: Document) -> str:
     return render("weights.sweep", document, rows, [f"blocks of {n}" for n in blocks], others, worth)
 
 
+def is_rounded(scheme: str) -> bool:
+    """Whether a scheme keeps mantissa bits, in blocks or not: k3, k3b512."""
+    return scheme.startswith("k")
+
+
 def blocks_worth() -> str:
     """How often blocks with a scale diverge less than as many bytes without."""
     better = total = beyond = 0
     for name in ("demo", "wikilm-26m"):
-        schemes = {r["scheme"]: r for r in load(f"sweep-{name}")["results"]}
+        schemes = {r["scheme"]: r for r in load(f"sweep-{name}")["results"] if is_rounded(r["scheme"])}
         plain = [(r["ratio"], r["kld"]["mean"]["value"]) for r in (schemes[f"k{k}"] for k in range(7))]
         for scheme, r in schemes.items():
-            if "b" not in scheme:
+            if not IN_BLOCKS.fullmatch(scheme):
                 continue
             if r["ratio"] > plain[-1][0]:  # nothing lies between 6 bits and no loss
                 beyond += 1
@@ -57,35 +70,11 @@ def is_better(plan: dict[str, Any]) -> bool:
     return smaller and round(plan["kld"], 5) <= round(plan["uniform_kld"], 5)
 
 
-def group_formats() -> str:
-    """Plain round-to-nearest formats and mantissa bits on the same tokens, by size."""
-    names = [name for name in SWEPT if is_measured(f"group_formats-{name}")]
-    pairs = [(load(f"group_formats-{name}"), load(f"sweep-{name}")) for name in names]
-    models = [
-        {"name": name, "formats": formats, "rows": rows_by_size(name, formats, swept)}
-        for name, (formats, swept) in zip(names, pairs, strict=True)
-    ]
-    return render("weights.group_formats", models, list(itertools.chain(*pairs)))
-
-
-def rows_by_size(name: str, document: Document, swept: Document) -> list[tuple[Any, ...]]:
-    """Bits per weight, ratio, name, perplexity ratio, KLD and its error of each form, the smallest first."""
-    kept = {f"k{k}": f"{k} mantissa bit{'' if k == 1 else 's'}" for k in range(6)}
-    of_mantissas = [r for r in swept["results"] if r["scheme"] in kept]
-    assert {r["tokens"] for r in of_mantissas} == {document["tokens"]}, "measured on other tokens"
-    rows = [
-        (r["bits_per_weight"], r["ratio"], kept[r["scheme"]], r["perplexity_ratio"]["value"],
-         r["kld"]["mean"]["value"], r["kld"]["mean"]["standard_error"])
-        for r in of_mantissas
-    ]  # fmt: skip
-    # A model whose weights had 4 bits in groups of 32 is not shown in formats of that kind.
-    formats = [r for r in document["results"] if name != "smollm2-135m" or r["bits_per_weight"] > 6]
-    rows += [
-        (r["bits_per_weight"], r["ratio"], r["format"].replace("a scale a row", "one scale per row"),
-         r["perplexity_ratio"], r["kld"], r["kld_standard_error"])
-        for r in formats
-    ]  # fmt: skip
-    return sorted(rows)
+def yardsticks() -> str:
+    """Published formats of quantised weights and ours, of the models that were swept with both."""
+    swept = {name: load(f"sweep-{name}") for name in COMPARED if is_measured(f"sweep-{name}")}
+    models = {name: document for name, document in swept.items() if document.get("savings")}
+    return render("weights.yardsticks", models) if models else ""
 
 
 def tied_embedding(document: Document) -> str:

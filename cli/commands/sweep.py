@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from neuzip.choices import DtypeName
+from neuzip.choices import SWEEP_SCHEMES, DtypeName
 from neuzip.cli import options
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
@@ -39,7 +39,11 @@ TextOption = Annotated[
 ]
 SchemesOption = Annotated[
     str,
-    typer.Option(metavar="A,B", help="Schemes: lossless, k3 (3 mantissa bits), k3b512 (in blocks of 512)"),
+    typer.Option(
+        metavar="A,B",
+        help="Schemes: lossless, bits4.5 (quantised to 4.5 bits per weight), k3 (3 mantissa bits), k3b512"
+        " (in blocks of 512)",
+    ),
 ]
 BlocksOption = Annotated[
     str | None,
@@ -48,6 +52,13 @@ BlocksOption = Annotated[
 YardsticksOption = Annotated[
     str,
     typer.Option(metavar="A,B", help="Published formats to compare with: all, none, or such as q4_0,nf4,fp8"),
+]
+CalibrationOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TEXT|auto|none",
+        help="Text that calibrates quantised weights; auto takes what --max-tokens leave of --text",
+    ),
 ]
 OutputOption = Annotated[
     Path | None,
@@ -71,9 +82,10 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace earl
 def command(
     src: options.ModelArgument,
     text: TextOption,
-    schemes: SchemesOption = "lossless,k7,k6,k5,k4,k3,k2,k1,k0",
+    schemes: SchemesOption = SWEEP_SCHEMES,
     blocks: BlocksOption = None,
     yardsticks: YardsticksOption = "all",
+    calibration: CalibrationOption = "auto",
     output: OutputOption = None,
     window: options.WindowOption = None,
     max_tokens: MaxTokensOption = None,
@@ -93,24 +105,26 @@ def command(
     from neuzip.compress.device import choose
     from neuzip.compress.sources.folder import weight_bytes
     from neuzip.eval.measures.texts import read_text
-    from neuzip.eval.sweep.setup import parse_schemes, work_folder
+    from neuzip.eval.sweep.setup import parse_schemes, require_quantized, work_folder
 
     wanted, document = parse_schemes(schemes, blocks, yardsticks), read_text(text)
+    is_calibrated = require_quantized(wanted, calibration)
     if output is not None:
         with work_folder(output):
             pass  # a folder that cannot be used is told before anything is read
     path = resolved_model(out, src)
     import_large()
-    from neuzip.eval.sweep.measure import SweepSetting
     from neuzip.eval.sweep.run import sweep
+    from neuzip.eval.sweep.setting import SweepSetting, with_calibration
 
     setting = SweepSetting(
         path, document, window, max_tokens, device, dtype, residency,
         choose(device, weight_bytes(path)), jobs,
     )  # fmt: skip
-
+    if is_calibrated:
+        setting = with_calibration(setting, text, calibration)
     result = sweep(setting, wanted, output, out.stage, overwrite=overwrite)
-    show_sweep(out, result)
+    show_sweep(out, result, setting.calibration)
     for one in result.failed:
         out.warning(f"{one.scheme} breaks the model: {one.reason}")
     if output is not None:
@@ -120,6 +134,7 @@ def command(
             "src": path,
             "text": result.text,
             "convention": result.rule,
+            "calibration": None if setting.calibration is None else setting.calibration.name,
             "device": result.device,
             "front": result.front,
             "resumed": result.resumed,

@@ -168,7 +168,7 @@ OBJECTS: Mapping[str, Keys] = {
     """),
     "SweepPoint": keys_of("""
         scheme          : string - the scheme or yardstick
-        kind            : string - lossless, rounded or yardstick
+        kind            : string - lossless, rounded, quantized or yardstick
         bits_per_weight : number [bits] - bits per weight
         nbytes          : integer [bytes] - size of the weight files
         kld             : Estimate [nats per token] - mean KL divergence

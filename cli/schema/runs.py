@@ -37,7 +37,7 @@ OBJECTS: Mapping[str, Keys] = {
     "SweepRow": keys_of("""
         schema                  : integer - version of the row, which the files of --output have too
         scheme                  : string - the scheme or yardstick
-        kind                    : string - lossless, rounded or yardstick
+        kind                    : string - lossless, rounded, quantized or yardstick
         bytes                   : integer [bytes] - weight files after; computed for a yardstick
         original_bytes          : integer [bytes] - weight files before
         ratio                   : number - bytes / original_bytes
@@ -216,6 +216,7 @@ COMMANDS: Mapping[str, Keys] = {
         text       : string - the text
         convention : string - how the text was cut into windows
         device     : string - where the model ran
+        calibration : string or null - text that calibrated quantised weights; null without any
         front      : list of string - schemes that no other beats in both size and KL divergence
         resumed    : integer - schemes that an earlier run had measured
         rows       : list of SweepRow - each scheme and yardstick

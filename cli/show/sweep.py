@@ -10,6 +10,7 @@ from neuzip.cli.output import Output
 from neuzip.cli.text import bytes_text, percent_text
 
 if TYPE_CHECKING:
+    from neuzip.eval.plans.calibration_text import CalibrationText
     from neuzip.eval.sweep.rows import Sweep, SweepRow
     from neuzip.eval.sweep.savings import Saving
 
@@ -20,7 +21,7 @@ COLUMNS = {
 """The columns, and how much each is worth where the window is too narrow for all."""
 
 
-def show_sweep(out: Output, result: Sweep) -> None:
+def show_sweep(out: Output, result: Sweep, calibration: CalibrationText | None) -> None:
     from neuzip.eval.measures.estimates import errors_text
 
     first = result.rows[0]
@@ -36,6 +37,9 @@ def show_sweep(out: Output, result: Sweep) -> None:
     out.text()
     _show_savings(out, result.savings)
     out.text("scheme   k3 keeps 3 mantissa bits; k3b512 adds a scale for each block of 512 weights")
+    if any(row.kind == "quantized" for row in result.rows):
+        text = "rounded to nearest" if calibration is None else f"calibrated on {calibration.name}"
+        out.text(f"         bits4.5 quantises to about 4.5 bits per weight, {text}")
     _show_yardsticks(out, [row.scheme for row in result.rows if row.kind == "yardstick"])
     out.text("KLD      mean and 99.9th percentile, in nats per token; top-1 is top-1 agreement")
     out.text(f"text     {result.text}: {c.tokens:,} tokens, {result.rule}")

@@ -153,6 +153,22 @@ class FloatCoding:
     planes: dict[int, int]
 
 
+@dataclass(frozen=True)
+class GridCoding:
+    """How a tensor's codes are coded, for a decoder that gets the streams elsewhere. Their lengths agree.
+
+    The stream `grid` has the `step`, then a factor byte for each of `rows` and of `columns`: 0 without any.
+    """
+
+    fmt: FloatFormat
+    code_bits: int
+    row_weights: int
+    step: float
+    rows: int
+    columns: int
+    table: rans.Table
+
+
 class Codec(Generic[RecordT]):
     """One scheme. Subclasses name the type of their records, and `kind` if rules may name the scheme.
 
@@ -237,8 +253,8 @@ class Codec(Generic[RecordT]):
     def check_without_base(self, stored: StoredTensor[RecordT]) -> None:
         """Check what streams hold, as far as that goes without a base. Raises NeuzipError."""
 
-    def coding(self, stored: StoredTensor[RecordT]) -> FloatCoding | None:
-        """How the decoder of floats on a GPU reads the streams; None for a tensor that it cannot decode."""
+    def coding(self, stored: StoredTensor[RecordT]) -> FloatCoding | GridCoding | None:
+        """How the decoder on a GPU reads the streams; None for a tensor that it cannot decode."""
         return None
 
     def decode_on(

@@ -16,10 +16,11 @@ from neuzip.compress.scheme import Scheme, require_own_keys
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.records import QuantizedRecord
 from neuzip.formats.safetensors_file import TensorInfo
+from neuzip.kernels.dtypes import names_for
 from neuzip.kernels.float_fields import Bits, non_finite
 from neuzip.kernels.float_fields.values import normal_fp32
 
-from .codec import Codec, Declined, EncodedTensor, StoredTensor, TensorInput, checksums, register
+from .codec import Codec, Declined, EncodedTensor, GridCoding, StoredTensor, TensorInput, checksums, register
 from .coded_blocks import expected_block_bytes
 from .lossless import CODEC as LOSSLESS_CODEC
 from .raw import RAW, without_coding
@@ -121,6 +122,20 @@ class QuantizedCodec(Codec[QuantizedRecord]):
         return QuantizedDecoder(
             stored.read_stream, stored.length, stored.info, stored.fmt, record.code_bits,
             rows=bool(record.row_factors), columns=bool(record.column_factors),
+        )  # fmt: skip
+
+    def coding(self, stored: StoredTensor[QuantizedRecord]) -> GridCoding | None:
+        """How the decoder on a GPU reads the streams; None for fp8 and fp64, which the CPU decodes."""
+        from .quantized_coding import columns_of
+
+        if stored.info.dtype not in names_for("ans"):
+            return None
+        decoder = self.decoder(stored)
+        grid = decoder.grid
+        rows, columns = (0 if factors is None else factors.numel() for factors in (grid.rows, grid.columns))
+        return GridCoding(
+            stored.fmt, stored.record.code_bits, columns_of(stored.info), grid.step, rows, columns,
+            decoder.blocks.table,
         )  # fmt: skip
 
 

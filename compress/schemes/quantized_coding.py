@@ -28,7 +28,7 @@ from neuzip.kernels.float_fields.values import largest_value, to_float64
 from neuzip.kernels.grid import Grid, OutOfRange, Spread
 
 from .coded_blocks import SCRATCH, CodedBlocks, block_streams, naming_block
-from .truncated import ErrorSums, NonFinite
+from .truncated import WIDENED, ErrorSums, NonFinite
 
 Codes = npt.NDArray[np.int16]
 
@@ -137,7 +137,9 @@ def spread_of(read: Read, info: TensorInfo, fmt: FloatFormat) -> Spread:
     """The spread of the rows and columns of a tensor."""
     spread = Spread(info.numel, columns_of(info))
     for piece in pieces(info.numel):
-        spread.add(to_float64(read(*piece), fmt))
+        bits = read(*piece)
+        for start in range(0, bits.size, WIDENED):
+            spread.add(to_float64(bits[start : start + WIDENED], fmt))
     return spread
 
 

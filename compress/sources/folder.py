@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from neuzip.compress.device import CPU, Device
 from neuzip.compress.pieces import Bytes, ReadBytes
 from neuzip.compress.schemes import codec_of
-from neuzip.compress.schemes.codec import FloatCoding, RangeDecoder, StoredTensor
+from neuzip.compress.schemes.codec import FloatCoding, GridCoding, RangeDecoder, StoredTensor
 from neuzip.compress.workspace import reading
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import Checkpoint, base_name, find_checkpoint
@@ -124,8 +124,11 @@ class FolderSource:
         stored = self._stored(tensor, check=check)
         return self._naming(tensor, lambda: codec_of(stored.record).decoder(stored))
 
-    def coding(self, tensor: SourceTensor) -> FloatCoding | None:
-        """How the floats of a tensor are coded; None for one without. Raises FormatError."""
+    def coding(self, tensor: SourceTensor) -> FloatCoding | GridCoding | None:
+        """How a tensor is coded for the decoder on a GPU; None for one that it cannot decode.
+
+        Raises FormatError.
+        """
         if tensor.record is None:
             return None
         stored = self._stored(tensor)

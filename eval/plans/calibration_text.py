@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuzip.choices import TargetScheme
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import split_topics
 from neuzip.eval.measures import fingerprint
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 COMPARED = 16384
 """Tokens of text on which plans are compared, if there are as many."""
 
-CALIBRATING = {"cpu": 16384, "cuda": 98304}
+COMPARED_ON_CPU = 8192
+"""As many for plans of quantised weights on a CPU: a comparison is most of the time of a trial."""
+
+CALIBRATING = {"cpu": 6144, "cuda": 98304}
 """Tokens of text that calibrate at most, by the type of the device."""
 
 LEAST = 512
@@ -63,29 +67,43 @@ class TextParts:
     calibration: CalibrationText | None
 
 
-def split_text(path: Path, text: Text, source: str, calibration: str, device: torch.device) -> TextParts:
+def split_text(
+    path: Path,
+    text: Text,
+    source: str,
+    calibration: str,
+    device: torch.device,
+    compared: int | None = None,
+) -> TextParts:
     """Divide text between the comparison of plans and the calibration of a checkpoint at `path`.
 
     text         the text on which plans are compared, which `source` names
     device       where the model runs
+    compared     tokens for the comparison, if the text has twice as many; by default those of `most_compared`
     calibration  "auto" for what the comparison leaves of it, "none", or another text
 
     Raises UsageError if both are one text, and NeuzipError for a text that is too short.
     """
-    if calibration == "none":
-        return TextParts(COMPARED, None)
+    compared = most_compared("quantized", device) if compared is None else compared
     most = CALIBRATING[device.type]
+    if calibration == "none":
+        return TextParts(compared, None)
     if calibration == "auto" and source == DEMO:
-        return TextParts(COMPARED, _whole(path, _other_topics(), most))
+        return TextParts(compared, _whole(path, _other_topics(), most))
     if calibration == "auto":
-        return _rest(path, text, most)
+        return _rest(path, text, compared, most)
     other = read_text(calibration)
     if other.content == text.content:
         raise UsageError(
             f"`calibration={calibration!r}`: is the text on which the result is measured, {text.name}",
             "give another text, or auto, which divides `text` in two",
         )
-    return TextParts(COMPARED, _whole(path, other, most))
+    return TextParts(compared, _whole(path, other, most))
+
+
+def most_compared(scheme: TargetScheme, device: torch.device) -> int:
+    """Tokens on which plans of a scheme are compared at most, on a device."""
+    return COMPARED_ON_CPU if scheme == "quantized" and device.type == "cpu" else COMPARED
 
 
 def _other_topics() -> Text:
@@ -106,11 +124,11 @@ def _whole(path: Path, text: Text, most: int) -> CalibrationText:
     return CalibrationText(text.name, ids, tokenised.bos)
 
 
-def _rest(path: Path, text: Text, most: int) -> TextParts:
+def _rest(path: Path, text: Text, wanted: int, most: int) -> TextParts:
     """What the comparison leaves of a text: the second half, if the text is shorter than two comparisons."""
     tokenised = Tokenised(text, load_tokenizer(path))
     total = len(tokenised.ids)
-    compared = min(COMPARED, total // 2)
+    compared = min(wanted, total // 2)
     if compared < LEAST:
         raise NeuzipError(
             f"{text.name}: has {total} tokens, too few to calibrate on one half and measure on the other",
@@ -118,7 +136,7 @@ def _rest(path: Path, text: Text, most: int) -> TextParts:
         )
     ids = torch.tensor(tokenised.ids[compared + 1 :][: most + 1])
     note = ""
-    if compared < COMPARED:
+    if compared < wanted:
         note = (
             f"{text.name} has only {total:,} tokens: the first half measures, the second half calibrates;"
             " `calibration` takes another text"

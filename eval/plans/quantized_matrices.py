@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from neuzip.compress import Plan
-from neuzip.compress.prepared import PreparedCodes
 from neuzip.compress.rules import Rule, Scheme
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.plans.reach import FixedBytes, before_lossless
 from neuzip.eval.plans.tensor_groups import exact_glob, find_matrices
 from neuzip.kernels.grid import Grid
+
+FINEST = 2.0**-16
+"""Share of the coarsest step below which no step is tried."""
+
+PRECISE = 1e-4
+"""Relative difference of two steps at which a bisection ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +55,6 @@ class QuantizedMatrices:
         """Number of tensors, those included that are stored as another one."""
         return len(self.tensors) + sum(map(len, self.aliases.values()))
 
-    def grids(self, prepared: PreparedCodes) -> dict[str, Grid]:
-        """The grids of the tensors that have codes, by name."""
-        chosen = {tensor.name: prepared.codes_of(tensor.name) for tensor in self.tensors}
-        return {name: pair[1] for name, pair in chosen.items() if pair is not None}
-
     def rules(self, grids: Mapping[str, Grid], rules: Iterable[Rule]) -> tuple[Rule, ...]:
         """Rules that quantise the tensors with grids, before the first of `rules` that says lossless."""
         quantised = [
@@ -71,3 +72,12 @@ def _scheme(grid: Grid) -> Scheme:
         row_factors=grid.rows is not None,
         column_factors=grid.columns is not None,
     )
+
+
+def step_within(nbytes: float, expected_bytes: Callable[[float], float], largest: float) -> float:
+    """The finest mean step that is expected to take at most `nbytes`, or `largest` if none does."""
+    low, high = largest * FINEST, largest
+    while high > low * (1 + PRECISE):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if expected_bytes(middle) > nbytes else (low, middle)
+    return high

@@ -21,11 +21,12 @@ from neuzip.compress.sources.folder import FolderSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 from neuzip.eval.layers.drops import folder_beside
-from neuzip.eval.measures.comparison import BaselineComparison, NotFinite
+from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage
 from neuzip.eval.measures.estimates import Estimate
+from neuzip.eval.plans.held_codes import HeldCodes
 from neuzip.eval.plans.plan_request import Stages, TargetRequest
 from neuzip.eval.plans.plan_trials import SearchResult, Trial
-from neuzip.eval.plans.quantized_matrices import QuantizedMatrices
+from neuzip.eval.plans.quantized_matrices import FINEST, QuantizedMatrices, step_within
 from neuzip.eval.plans.reach import UNCERTAIN, OutOfReach, out_of_reach
 from neuzip.eval.plans.search import search_budget
 from neuzip.eval.plans.target_values import value_of
@@ -39,14 +40,8 @@ AIM = 0.997
 LEAST = 0.99
 """Share of a size that a plan has to fill."""
 
-CORRECTIONS = 4
+CORRECTIONS = 5
 """Plans whose real bytes are counted, at most."""
-
-FINEST = 2.0**-16
-"""Share of the coarsest step below which no step is tried."""
-
-PRECISE = 1e-4
-"""Relative difference of two steps at which a bisection ends."""
 
 GUESS = 14.4
 """Divergence, in nats a token, at the coarsest step, where nothing predicts it: trials correct it."""
@@ -96,8 +91,10 @@ class QuantizedPlanner:
         matrices: QuantizedMatrices,
         baseline: BaselineComparison | None,
         stages: Stages,
+        workers: Workers,
     ) -> None:
-        self._request, self._matrices = request, matrices
+        self._request, self._matrices, self._workers = request, matrices, workers
+        self._held: tuple[float, HeldCodes] | None = None
         self._baseline, self._stages, self._stage = baseline, stages, stages.at("trials")
         self._attempts = 0
 
@@ -109,7 +106,7 @@ class QuantizedPlanner:
         """A planner, as long as the checkpoint is open. Raises NeuzipError for one without matrices."""
         with FolderSource(request.src) as source, Workers(request.jobs) as workers:
             plan = make_plan(source, request.rules, workers, predict=True)
-            yield cls(request, QuantizedMatrices.of(source, plan), baseline, stages)
+            yield cls(request, QuantizedMatrices.of(source, plan), baseline, stages, workers)
 
     @cached_property
     def _quantizer(self) -> Quantizer:
@@ -133,7 +130,8 @@ class QuantizedPlanner:
 
     def prepared(self, step: float, key: str) -> PlannedCodes:
         """The codes of the plan with a mean step that the search with this key has found."""
-        return PlannedCodes(f"{key} {step.hex()}", self._quantizer.at(step))
+        codes = self._codes(step, self._stages.at("result"), "quantise")
+        return PlannedCodes(f"{key} {step.hex()}", codes)
 
     def best(self) -> SearchResult:
         """The plan that reaches the target, by trials. Raises OutOfReach for a size that none reaches."""
@@ -161,7 +159,8 @@ class QuantizedPlanner:
         if step == 0:
             return self._result(self._nothing_lost(), (), 0)
         trial = Trial(self._divergence(step), self._expected(step), None, step)
-        return self._result(_Tried(trial, self._matrices.grids(self._quantizer.at(step))), (), 0)
+        codes = self._codes(step, self._stages.show, "quantise")
+        return self._result(_Tried(trial, codes.grids), (), 0)
 
     @property
     def _is_lossless(self) -> bool:
@@ -171,14 +170,15 @@ class QuantizedPlanner:
 
     def _by_size(self) -> SearchResult:
         """The finest step whose weight files are within the limit. They fill all but 1 % of it, if any do."""
-        limit, excess = math.floor(self._request.target.limit), 0.0
-        tried = list[_Tried]()
+        limit, fixed = math.floor(self._request.target.limit), self._matrices.fixed
+        wanted = AIM * limit - fixed
+        predicted, tried = [wanted], list[_Tried]()
         while len(tried) < CORRECTIONS:
-            step = self._step_for(AIM * limit - excess)
-            tried.append(self._written(step))
+            tried.append(self._written(self._step_for(fixed + predicted[-1])))
             if LEAST * limit <= tried[-1].trial.bytes <= limit:
                 break
-            excess = tried[-1].trial.bytes - self._expected(step)
+            real = [one.trial.bytes - fixed for one in tried]
+            predicted.append(_prediction_for(wanted, predicted, real))
         within = [one for one in tried if one.trial.bytes <= limit]
         if not within:
             raise self._out_of_reach(min(one.trial.bytes for one in tried))
@@ -200,14 +200,10 @@ class QuantizedPlanner:
 
     def _step_for(self, nbytes: float) -> float:
         """The finest step with which the weight files are predicted to take at most so many bytes."""
-        high = self._quantizer.largest_step
-        low = high * FINEST
-        if self._expected(high) > nbytes:
-            raise self._out_of_reach(self._expected(high))
-        while high > low * (1 + PRECISE):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if self._expected(middle) > nbytes else (low, middle)
-        return high
+        largest = self._quantizer.largest_step
+        if self._expected(largest) > nbytes:
+            raise self._out_of_reach(self._expected(largest))
+        return step_within(nbytes, self._expected, largest)
 
     def _curvature(self) -> float:
         guess = GUESS / self._quantizer.largest_step**2
@@ -231,9 +227,10 @@ class QuantizedPlanner:
 
     def _written(self, step: float) -> _Tried:
         """Compress with the codes of a step in a folder beside DST, which counts their bytes."""
-        request, codes = self._request, self._quantizer.at(step)
+        request = self._request
         self._attempts += 1
-        grids = self._matrices.grids(codes)
+        codes = self._codes(step, self._stage, f"trial {self._attempts}: quantise")
+        grids = codes.grids
         label = f"trial {self._attempts}: compress"
         with (
             folder_beside(request.dst, "trial") as folder,
@@ -252,15 +249,26 @@ class QuantizedPlanner:
         if step == 0:
             return Estimate(0.0, None), self._nothing_lost()
         self._attempts += 1
-        weights = model.take(self._quantizer.at(step))
+        codes = self._codes(step, self._stage, f"trial {self._attempts}: quantise")
+        checksums = model.take(codes)
         comparison, estimate = None, Estimate(math.inf, None)
         label = f"trial {self._attempts}: compare"
         with suppress(NotFinite), self._stage(label, self._baseline.tokens, "tokens") as advance:
             comparison = self._baseline.compare(model.headed, advance)
             estimate = value_of(self._request.target.kind, comparison)
         trial = Trial(self._divergence(step), self._expected(step), comparison, step)
-        measured = None if comparison is None else MeasuredWeights(weights.checksums, comparison)
-        return estimate, _Tried(trial, weights.grids, measured)
+        measured = None if comparison is None else MeasuredWeights(checksums, comparison)
+        return estimate, _Tried(trial, codes.grids, measured)
+
+    def _codes(self, step: float, stage: Stage, label: str) -> HeldCodes:
+        """The codes of a step. Those of the last step are held."""
+        if self._held is None or self._held[0] != step:
+            self._held = None
+            weights = sum(tensor.info.numel for tensor in self._matrices.tensors)
+            with stage(label, weights, "weights") as advance:
+                codes = HeldCodes.of(self._quantizer.at(step), self._matrices.tensors, self._workers, advance)
+            self._held = step, codes
+        return self._held[1]
 
     def _nothing_lost(self) -> _Tried:
         return _Tried(Trial(0.0, self._matrices.lossless, None), {})
@@ -279,3 +287,20 @@ class QuantizedPlanner:
             measured=last.measured,
             mean_step=last.trial.mean_step,
         )
+
+
+def _prediction_for(wanted: float, predicted: Sequence[float], real: Sequence[float]) -> float:
+    """The predicted bytes of codes that really take `wanted`, after some were predicted and counted.
+
+    In proportion, or between the nearest counts on both sides.
+
+    >>> _prediction_for(100, [100], [110]), _prediction_for(100, [100, 90], [110, 98])
+    (90.9090909090909, 91.66666666666667)
+    """
+    pairs = list(zip(real, predicted, strict=True))
+    below = max((pair for pair in pairs if pair[0] <= wanted), default=None)
+    above = min((pair for pair in pairs if pair[0] > wanted), default=None)
+    if below is None or above is None:
+        return predicted[-1] * wanted / max(1.0, real[-1])
+    share = (wanted - below[0]) / (above[0] - below[0])
+    return below[1] + share * (above[1] - below[1])

@@ -9,33 +9,47 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from neuzip.compress.pieces import padded
+from neuzip.compress.prepared import Codes
+from neuzip.compress.schemes.coded_blocks import expected_block_bytes
+from neuzip.compress.schemes.quantized_coding import code_bits, count, grid_length, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
-from neuzip.eval.quantize.checkpoint_parameters import PartsByTensor, find_parameters, read_bits, values_for
-from neuzip.eval.quantize.gradients import OnTokens, fisher_diagonal
+from neuzip.eval.quantize.checkpoint_parameters import find_parameters, read_bits, values_for
+from neuzip.eval.quantize.gradients import OnTokens
 from neuzip.eval.quantize.settings import CalibrationSettings
-from neuzip.kernels.grid import MAX_CODE, Grid, factor_bytes, factors
+from neuzip.eval.quantize.statistics import ModelStatistics, gather
+from neuzip.kernels.grid import MAX_CODE, MIN_CODE, Grid, factor_bytes, factors
+from neuzip.kernels.quantizers import ErrorSpread, grid_feedback
+from neuzip.runtime.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Codes = npt.NDArray[np.int16]
-
 ShowStage = Callable[[str, int, str], AbstractContextManager[OnTokens]]
 """show(label, total, unit) shows the progress of some work. Its context is a function that adds to it."""
 
-SAMPLE = 1 << 17
+SAMPLE = 1 << 16
 """Weights of a tensor from which its coded size is predicted."""
+
+ROW_FACTORS = (0.3, 3.0)
+"""The smallest and the largest factor of a row of a tensor of which only the weights are known."""
+
+RANGE = 16.0
+"""Largest factor between the step of a tensor, in units of its spread, and the usual one."""
+
+
+def show_nothing(_label: str, _total: int, _unit: str) -> AbstractContextManager[OnTokens]:
+    """Show no progress."""
+    return nullcontext(lambda count: None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,27 +57,43 @@ class CalibratedTensor:
     """A tensor that is quantised, and its share of the mean step.
 
     relative_step  its step, divided by the mean step
-    rows           factor bytes of its rows, uint8 [R], or None
-    sample         some of its weights, fp32 [n], divided by relative step and factors
+    rows           factor bytes of its rows, uint8 [R]; None for factors of 1
+    errors         how errors of its columns are compensated; None to round to nearest
+    sample         some of its weights, fp32 [n], divided by relative step and factors of rows
     least          the smallest step, so that all codes fit into 16 bits
+    harm           mean divergence by the square of a weight's error, after compensation; 0 if it is not known
     """
 
     tensor: SourceTensor
     relative_step: float
     rows: Tensor | None
+    errors: ErrorSpread | None
     sample: Tensor
     least: float
+    harm: float
 
     def grid(self, step: float) -> Grid:
         """Its grid for a mean step."""
         return Grid(max(self.relative_step * step, self.least), self.rows)
 
-    def expected_bits(self, step: float) -> float:
-        """About the bits of its codes for a mean step, from their entropy."""
-        codes = (self.sample / max(step, self.least / self.relative_step)).round_().long()
-        counts = torch.bincount(codes - codes.min()).double()
-        chances = counts[counts > 0] / len(codes)
-        return float(-(chances * chances.log2()).sum()) * self.tensor.info.numel
+    def codes(self, weight: Tensor, step: float) -> tuple[Tensor, Grid]:
+        """Codes, int16 in the tensor's shape, of its weights, fp32, for a mean step; and their grid."""
+        grid = self.grid(step)
+        if self.errors is None:
+            return grid.codes(weight), grid
+        device = self.errors.spread.device
+        rows = weight.reshape(-1, weight.shape[-1]).to(device)
+        dtype = TORCH_DTYPES[self.tensor.info.dtype]
+        return grid_feedback(rows, grid.to(device), self.errors, dtype).view(weight.shape).cpu(), grid
+
+    def expected_bytes(self, step: float) -> int:
+        """About the bytes of its streams for a mean step."""
+        info = self.tensor.info
+        sampled = (self.sample / max(step, self.least / self.relative_step)).round_()
+        codes = sampled.clamp_(MIN_CODE, MAX_CODE).to(torch.int16).numpy()
+        bits = code_bits(int(codes.min()), int(codes.max()))
+        grid = grid_length(info, rows=self.rows is not None, columns=False)
+        return expected_block_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +114,9 @@ class QuantizedModel:
 
 class Quantizer:
     """Chooses codes for the tensors of a checkpoint. `prepare` makes one.
+
+    `curvature` is the divergence predicted for a mean step of 1, in nats a token; it grows with the square of
+    the step. None without calibration.
 
     >>> quantizer = Quantizer.prepare(model, source, names, windows)  # doctest: +SKIP
     >>> compress(src, dst, rules, prepared=quantizer.at(0.01))        # doctest: +SKIP
@@ -109,7 +142,7 @@ class Quantizer:
         names: Sequence[str],
         windows: CalibrationWindows | None,
         settings: CalibrationSettings | None = None,
-        stage: ShowStage | None = None,
+        stage: ShowStage = show_nothing,
     ) -> Quantizer:
         """Calibrate the matrices of these names; `source` has to stay open as long as codes are needed.
 
@@ -121,13 +154,14 @@ class Quantizer:
         settings = settings or CalibrationSettings()
         wanted = set(names)
         tensors = [tensor for tensor in source.tensors() if tensor.name in wanted]
-        sensitivities: dict[str, float] = {}
+        statistics = ModelStatistics({}, {})
         if model is not None and windows is not None:
             places = find_parameters(model, source, tensors)
-            sensitivities = _sensitivities(model, places, windows, stage)
-        calibrated = _calibrate(source, tensors, sensitivities)
-        curvature = _curvature(calibrated, sensitivities)
-        return cls(source, calibrated, _identity(settings, windows, calibrated), curvature)
+            with stage("gradients", windows.tokens, "tokens") as advance:
+                statistics = gather(model, places, windows, advance, grams=settings.feedback)
+        with stage("steps", sum(tensor.info.numel for tensor in tensors), "weights") as advance:
+            calibrated = _calibrate(source, tensors, statistics, advance)
+        return cls(source, calibrated, _identity(settings, windows, calibrated), _curvature(calibrated))
 
     @property
     def largest_step(self) -> float:
@@ -139,16 +173,16 @@ class Quantizer:
         return QuantizedModel(f"{self._identity}-{step.hex()}", step, self)
 
     def expected_bytes(self, step: float) -> int:
-        """About the bytes of all codes for a mean step, found without computing the codes."""
-        return math.ceil(sum(one.expected_bits(step) for one in self._tensors.values()) / 8)
+        """About the bytes of all streams for a mean step, found without computing the codes."""
+        return sum(one.expected_bytes(step) for one in self._tensors.values())
 
     def codes(self, name: str, step: float) -> tuple[Codes, Grid] | None:
         """The codes of one tensor for a mean step, and their grid."""
         calibrated = self._tensors.get(name)
         if calibrated is None:
             return None
-        grid = calibrated.grid(step)
-        return grid.codes(_weights(self._source, calibrated.tensor)).numpy(), grid
+        codes, grid = calibrated.codes(_weights(self._source, calibrated.tensor), step)
+        return codes.numpy(), grid
 
 
 def _weights(source: FolderSource, tensor: SourceTensor) -> Tensor:
@@ -156,66 +190,102 @@ def _weights(source: FolderSource, tensor: SourceTensor) -> Tensor:
     return values_for(tensor, read_bits(source, tensor), torch.empty(0, dtype=torch.float32))
 
 
-def _sensitivities(
-    model: PreTrainedModel, places: PartsByTensor, windows: CalibrationWindows, stage: ShowStage | None
-) -> dict[str, float]:
-    """The mean Fisher information of a weight of each tensor that has a place in the model."""
-    parameters = {part.parameter for part in places.values()}
-    if stage is None:
-        diagonal = fisher_diagonal(model, parameters, windows, lambda count: None)
-    else:
-        with stage("gradients", windows.tokens, "tokens") as advance:
-            diagonal = fisher_diagonal(model, parameters, windows, advance)
-    return {name: float(part.of(diagonal[part.parameter]).mean()) for name, part in places.items()}
-
-
 def _calibrate(
-    source: FolderSource, tensors: Sequence[SourceTensor], sensitivities: dict[str, float]
+    source: FolderSource, tensors: Sequence[SourceTensor], statistics: ModelStatistics, on_weights: OnTokens
 ) -> list[CalibratedTensor]:
-    """Steps and factors, normalised so that the weighted geometric mean of the relative steps is 1."""
-    steps, prepared = [], []
+    """Steps and feedback of tensors. Those with infinities or NaNs are left out."""
+    spreads = {key: ErrorSpread.of(gram) for key, gram in statistics.grams.items() if bool(gram.any())}
+    choices = []
     for tensor in tensors:
         weight = _weights(source, tensor)
-        rows = weight.reshape(-1, weight.shape[-1])
-        spread = float(weight.square().mean().sqrt()) or 1.0
-        if not math.isfinite(spread):
-            continue  # infinities and NaNs have no codes
-        sensitivity = sensitivities.get(tensor.name, 0.0)
-        row_bytes = factor_bytes((rows.square().mean(1).sqrt() / spread).sqrt().clamp(0.3, 3.0))
-        steps.append(1 / math.sqrt(sensitivity) if sensitivity else spread)
-        prepared.append((tensor, rows / factors(row_bytes)[:, None], row_bytes))
-    sizes = [tensor.info.numel for tensor, _, _ in prepared]
-    mean = math.exp(sum(math.log(s) * n for s, n in zip(steps, sizes, strict=True)) / max(1, sum(sizes)))
+        rms = float(weight.square().mean().sqrt())
+        if math.isfinite(rms) and weight.numel():
+            known = statistics.tensors.get(tensor.name)
+            if known is None:
+                choices.append(_uncalibrated(tensor, weight, rms))
+            else:
+                errors = spreads.get(known.gram) if known.gram is not None else None
+                share = 1.0
+                if errors is not None and known.gram is not None:
+                    energy = statistics.grams[known.gram].diagonal().mean()
+                    share = float(errors.pivots().mean() / energy)
+                choices.append(_Choice.of(tensor, weight, None, errors, rms, known.sensitivity * share))
+        on_weights(tensor.info.numel)
+    return _with_steps(choices)
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """A tensor before its step is chosen.
+
+    sample  some of its weights, divided by their factors; `largest` is the largest magnitude of all
+    rms     the root mean square of its weights
+    harm    as of CalibratedTensor
+    """
+
+    tensor: SourceTensor
+    rows: Tensor | None
+    errors: ErrorSpread | None
+    sample: Tensor
+    largest: float
+    rms: float
+    harm: float
+
+    @classmethod
+    def of(
+        cls,
+        tensor: SourceTensor,
+        weight: Tensor,
+        rows: Tensor | None,
+        errors: ErrorSpread | None,
+        rms: float,
+        harm: float,
+    ) -> _Choice:
+        if rows is not None:
+            weight = weight.reshape(len(rows), -1) / factors(rows)[:, None]
+        return cls(tensor, rows, errors, _sample(weight), float(weight.abs().max()), rms, harm)
+
+
+def _uncalibrated(tensor: SourceTensor, weight: Tensor, rms: float) -> _Choice:
+    """A tensor of which only the weights are known: rows have factors by the root of their spread."""
+    if weight.dim() < 2 or not rms:
+        return _Choice.of(tensor, weight, None, None, rms, 0.0)
+    rows = weight.reshape(-1, weight.shape[-1]).square().mean(1).sqrt()
+    return _Choice.of(tensor, weight, factor_bytes((rows / rms).sqrt().clamp(*ROW_FACTORS)), None, rms, 0.0)
+
+
+def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
+    """Steps by 1 / sqrt(harm); of tensors whose harm is not known, and without calibration, by their spread.
+
+    Relative steps have a geometric mean of 1, weighted by the numbers of weights.
+    """
+    ratios = [1 / math.sqrt(c.harm) / c.rms if c.harm and c.rms else None for c in choices]
+    sizes = [c.tensor.info.numel for c in choices]
+    usual = _geometric_mean([(r, n) for r, n in zip(ratios, sizes, strict=True) if r is not None])
+    steps = [
+        (usual if ratio is None else min(max(ratio, usual / RANGE), usual * RANGE)) * (one.rms or 1.0)
+        for one, ratio in zip(choices, ratios, strict=True)
+    ]
+    mean = _geometric_mean(list(zip(steps, sizes, strict=True)))
     return [
         CalibratedTensor(
-            tensor,
-            step / mean,
-            row_bytes,
-            _sample(scaled) / (step / mean),
-            float(scaled.abs().max()) / MAX_CODE * 1.001 or 1.0,
+            one.tensor, step / mean, one.rows, one.errors, one.sample / (step / mean),
+            one.largest / MAX_CODE * 1.01 or 1.0, one.harm,
         )
-        for step, (tensor, scaled, row_bytes) in zip(steps, prepared, strict=True)
-    ]
+        for one, step in zip(choices, steps, strict=True)
+    ]  # fmt: skip
 
 
-def _curvature(tensors: Sequence[CalibratedTensor], sensitivities: dict[str, float]) -> float | None:
-    """KL divergence of rounding to nearest, in nats a token, at a mean step of 1; it grows with the square.
+def _curvature(tensors: Sequence[CalibratedTensor]) -> float | None:
+    """The divergence for a mean step of 1: half of sensitivities times a twelfth of squared steps."""
+    harms = [one.harm * one.tensor.info.numel * one.relative_step**2 for one in tensors]
+    return math.fsum(harms) / 24 if any(harms) else None
 
-    To second order it is half the sum of Fisher information times squared errors, which are a twelfth of the
-    squared steps. None without sensitivities.
-    """
-    if not sensitivities:
-        return None
-    return (
-        math.fsum(
-            sensitivities.get(one.tensor.name, 0.0)
-            * one.tensor.info.numel
-            * one.relative_step**2
-            * (1.0 if one.rows is None else float(factors(one.rows).square().mean()))
-            for one in tensors
-        )
-        / 24
-    )
+
+def _geometric_mean(values: Sequence[tuple[float, int]]) -> float:
+    """Of pairs of a number and its weight; 1 of none."""
+    total = sum(weight for _, weight in values)
+    return math.exp(sum(math.log(value) * weight for value, weight in values) / total) if total else 1.0
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -230,8 +300,9 @@ def _identity(
     """A digest of all that codes follow from."""
     digest = hashlib.sha256(repr(settings).encode())
     if windows is not None:
-        digest.update(windows.fed.numpy().tobytes())
+        digest.update(windows.fed.cpu().numpy().tobytes())
     for one in tensors:
         digest.update(f"{one.tensor.name} {one.relative_step.hex()} {one.least.hex()}".encode())
         digest.update(b"" if one.rows is None else one.rows.numpy().tobytes())
+        digest.update(b"" if one.errors is None else one.errors.spread.diagonal().cpu().numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -18,6 +18,7 @@ from neuzip.formats.safetensors_file import parse_json
 
 from .picture import draw
 from .rows import Failure, Sweep, SweepRow
+from .setup import kind_of
 
 PICTURES = ("sweep.svg", "sweep.png")
 
@@ -32,9 +33,9 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def known_results(
-    out: Path, labels: Sequence[str], depends_on: Mapping[str, Any], overwrite: bool
+    out: Path, labels: Sequence[str], conditions: Mapping[str, Mapping[str, Any]], overwrite: bool
 ) -> dict[str, SweepRow | Failure]:
-    """The results in a folder for these schemes.
+    """The results in a folder for these schemes; `conditions` are those of each kind of row.
 
     Raises WouldOverwrite if it holds results of something else, or pictures and no results. With
     `overwrite` there is nothing known, and such results are removed: they would stand beside ours.
@@ -47,6 +48,7 @@ def known_results(
             if path.stem in labels and not overwrite:
                 raise
             continue  # a file that has nothing to do with sweeps, and stays as it is
+        depends_on = conditions[kind_of(result.scheme)]
         others = [IN_WORDS.get(n, n) for n in fingerprint.differing(result.depends_on, depends_on)]
         if others and overwrite:
             with writing(path):

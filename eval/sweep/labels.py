@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from neuzip.eval.figure_files import INK, MUTED
@@ -29,9 +29,9 @@ STEPS = 24
 
 
 def write_labels(
-    axes: Axes, texts: Mapping[Point, str], points: Sequence[Point], line: Sequence[Point]
+    axes: Axes, texts: Mapping[Point, str], points: Sequence[Point], lines: Sequence[Sequence[Point]]
 ) -> None:
-    """Write each text near its place, off `points` and off the `line` through some of them.
+    """Write each text near its place, off `points` and off `lines` through some of them.
 
     All places are in data coordinates. Axes must have their scales.
     """
@@ -46,8 +46,8 @@ def write_labels(
         Bbox.from_extents(x - half, y - half, x + half, y + half)
         for x, y in axes.transData.transform(list(points))
     ]
-    corners = axes.transData.transform(list(line))
-    for (x0, y0), (x1, y1) in pairwise(corners):
+    pieces = chain(*(pairwise(axes.transData.transform(list(line))) for line in lines))
+    for (x0, y0), (x1, y1) in pieces:
         for part in (i / STEPS for i in range(STEPS + 1)):
             x, y = x0 + part * (x1 - x0), y0 + part * (y1 - y0)
             taken.append(Bbox.from_extents(x - pixels, y - pixels, x + pixels, y + pixels))

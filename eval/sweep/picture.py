@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS
 from neuzip.eval.measures.estimates import exponential
 from neuzip.eval.measures.histograms import visible
-from neuzip.eval.plans.allocation import Option, pareto_front
 
 from .labels import write_labels
 from .rows import Sweep, SweepRow
@@ -21,9 +20,16 @@ if TYPE_CHECKING:
 SERIES = (OTHERS, "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d46")
 """Colours of block sizes, the first without blocks; people with any colour vision tell them apart."""
 
+_STYLES: dict[str, dict[str, Any]] = {
+    "quantized": {"color": EXPONENT, "marker": "s", "s": 30, "linewidths": 0},
+    "lossless": {"color": INK, "s": 34, "linewidths": 0},
+    "yardsticks": {"facecolor": "white", "edgecolor": INK, "marker": "D", "s": 26, "linewidths": 1.2},
+}
+"""Markers of the series that have no blocks."""
+
 
 def draw(results: Sweep, title: str) -> Figure:
-    """Size against divergence and against perplexity, with the schemes that no other beats joined."""
+    """Size against divergence and against perplexity, with a curve through the sizes of a scheme."""
     from matplotlib import style
 
     with style.context("default"):  # not as a matplotlibrc on this machine may have it
@@ -89,46 +95,46 @@ def _perplexities(axes: Axes, results: Sweep) -> None:
 
 
 def _points(axes: Axes, results: Sweep, heights: Mapping[str, float]) -> None:
-    """The schemes by size, a marker for each kind and block size, and a line along those that none beats."""
+    """The schemes by size: a marker for each kind and block size, and a line through those of each series."""
+    from matplotlib.ticker import MultipleLocator
+
     bits = {row.scheme: row.bits_per_weight for row in results.rows}
-    names = list(bits)
-    front = [names[i] for i in pareto_front([Option(bits[name], heights[name]) for name in names])]
-    axes.plot(
-        [bits[name] for name in front], [heights[name] for name in front],
-        color=MUTED, linewidth=1.1, zorder=2,
-    )  # fmt: skip
     series: dict[str, list[str]] = {}
     for row in sorted(results.rows, key=_place_in_legend):
         series.setdefault(_series_of(row), []).append(row.scheme)
     colors = iter(SERIES * len(series))
+    lines = []
     for label, members in series.items():
-        style: dict[str, Any] = {
-            "quantized": {"color": EXPONENT, "marker": "s", "s": 30},
-            "yardsticks": {"facecolor": "white", "edgecolor": INK, "marker": "D", "s": 26, "linewidths": 1.2},
-        }.get(label) or {"color": next(colors), "s": 34, "linewidths": 0}
-        axes.scatter(
-            [bits[n] for n in members], [heights[n] for n in members], label=label, zorder=3, **style
-        )  # fmt: skip
+        places = sorted((bits[name], heights[name]) for name in members)
+        style = _STYLES.get(label) or {"color": next(colors), "s": 34, "linewidths": 0}
+        shown = "_nolegend_" if label == "lossless" else label
+        axes.scatter(*zip(*places, strict=True), label=shown, zorder=3, **style)
+        if label not in ("lossless", "yardsticks"):
+            axes.plot(*zip(*places, strict=True), color=style["color"], linewidth=1.1, alpha=0.6, zorder=2)
+            lines.append(places)
     axes.margins(x=0.07)
+    axes.xaxis.set_major_locator(MultipleLocator(1))
     texts: dict[tuple[float, float], str] = {}
-    said: set[str] = set()
-    for name in sorted(bits, key=lambda name: (bits[name], not name.startswith("l"))):
+    written: set[str] = set()
+    named = [row.scheme for row in results.rows if row.kind != "quantized"]  # bits4 is 4 on the axis
+    for name in sorted(named, key=lambda name: (bits[name], not name.startswith("l"))):
         text = name.partition("b")[0] if name.startswith("k") else name  # the colours tell blocks apart
-        if text not in said:
+        if text not in written:
             texts.setdefault((bits[name], heights[name]), text)
-        said.add(text)
-    write_labels(axes, texts, *([(bits[name], heights[name]) for name in group] for group in (names, front)))
+        written.add(text)
+    write_labels(axes, texts, [(bits[name], heights[name]) for name in bits], lines)
 
 
 def _place_in_legend(row: SweepRow) -> tuple[int, int]:
-    kinds = ("quantized", "lossless", "rounded", "yardstick")
-    return kinds.index(row.kind) if row.kind != "lossless" else 2, _block_of(row.scheme)
+    return ("quantized", "rounded", "lossless", "yardstick").index(row.kind), _block_of(row.scheme)
 
 
 def _series_of(row: SweepRow) -> str:
     """The name of a point's series in the legend."""
-    if row.kind in ("quantized", "yardstick"):
-        return "quantized" if row.kind == "quantized" else "yardsticks"
+    if row.comparison.identical and row.kind != "yardstick":
+        return "lossless"
+    if row.kind != "rounded":
+        return "yardsticks" if row.kind == "yardstick" else row.kind
     block = _block_of(row.scheme)
     return f"rounded, blocks of {block}" if block else "rounded"
 

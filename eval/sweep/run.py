@@ -7,13 +7,12 @@ once: a sweep that was interrupted goes on with what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from neuzip.compress.sources.folder import FolderSource
-from neuzip.compress.workspace import remove
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures import fingerprint
 from neuzip.eval.measures.comparison import NotFinite, Stage, read_tokens
@@ -24,9 +23,11 @@ from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.messages import versions
 
 from .folder import keep, keep_pictures, known_results, temporary_folder
-from .measure import SweepSetting, baseline_of, measured
+from .measure import Measurer
+from .quantized import TooFewBits
 from .rows import Failure, Sweep, SweepRow
-from .setup import SweepScheme, work_folder
+from .setting import SweepSetting
+from .setup import KINDS, SweepScheme, kind_of, work_folder
 
 
 def sweep(
@@ -44,28 +45,19 @@ def sweep(
     """
     with temporary_folder() if out is None else work_folder(out) as work:
         schemes = _distinct(setting.src, schemes)
-        device = choose_device(setting.device)
-        depends_on = _depends_on(setting, device_name(device))
-        known = {} if out is None else known_results(out, [s.label for s in schemes], depends_on, overwrite)
+        conditions = _conditions(setting, device_name(choose_device(setting.device)))
+        known = {} if out is None else known_results(out, [s.label for s in schemes], conditions, overwrite)
         by_label = dict(known)
         missing = [scheme for scheme in schemes if scheme.label not in by_label]
-        baseline = baseline_of(setting) if missing else None
-        for scheme in missing:
-            assert baseline is not None
-            result: SweepRow | Failure
-            try:
-                result = measured(setting, scheme, baseline, work, stage, depends_on)
-            except NotFinite as failure:
-                result = Failure(scheme.label, failure.message, depends_on)
-                remove(work / scheme.label)
-            by_label[scheme.label] = result
+        for result in _measured(setting, missing, conditions, work, stage):
+            by_label[result.scheme] = result
             if out is not None:
                 keep(out, result)
         results = [by_label[scheme.label] for scheme in schemes]
         outcome = Sweep(
             setting.text.name,
-            depends_on["rule"],
-            depends_on["device"],
+            conditions["lossless"]["rule"],
+            conditions["lossless"]["device"],
             tuple(result for result in results if isinstance(result, SweepRow)),
             len(known),
             tuple(result for result in results if isinstance(result, Failure)),
@@ -80,6 +72,25 @@ def sweep(
     return outcome
 
 
+def _measured(
+    setting: SweepSetting,
+    schemes: Sequence[SweepScheme],
+    conditions: Mapping[str, dict[str, Any]],
+    work: Path,
+    stage: Stage,
+) -> Iterator[SweepRow | Failure]:
+    """The results of schemes and yardsticks, one after the other; without any the model is not loaded."""
+    if not schemes:
+        return
+    with Measurer(setting, work, stage) as measurer:
+        for scheme in schemes:
+            depends_on = conditions[kind_of(scheme.label)]
+            try:
+                yield measurer.row(scheme, depends_on)
+            except (NotFinite, TooFewBits) as failure:
+                yield Failure(scheme.label, failure.message, depends_on)
+
+
 def _distinct(src: Path, schemes: Sequence[SweepScheme]) -> list[SweepScheme]:
     """Each scheme once: one that keeps all mantissa bits is lossless, and has no use for blocks."""
     with FolderSource(src) as source:
@@ -91,6 +102,14 @@ def _distinct(src: Path, schemes: Sequence[SweepScheme]) -> list[SweepScheme]:
             for s in schemes
         )
     )
+
+
+def _conditions(setting: SweepSetting, device: str) -> dict[str, dict[str, Any]]:
+    """What the figures of a row depend on, by the kind of the row."""
+    calibration = setting.calibration
+    common = _depends_on(setting, device)
+    own = {"quantized": {"calibration": "none" if calibration is None else calibration.fingerprint}}
+    return {kind: {**common, **own.get(kind, {})} for kind in KINDS}
 
 
 def _depends_on(setting: SweepSetting, device: str) -> dict[str, Any]:

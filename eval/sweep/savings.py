@@ -35,17 +35,17 @@ class Saving:
 def savings(quantized: Sequence[Point], yardsticks: Sequence[Point]) -> tuple[Saving, ...]:
     """Each yardstick next to the curve through the points of quantisation."""
     curve = sorted((bits, math.log(kld)) for _, bits, kld in quantized if kld > 0)
-    found = []
+    results = []
     for name, bits, kld in yardsticks:
         log_kld = _interpolated(curve, bits)
-        found.append(
+        results.append(
             Saving(
                 name, bits, kld,
                 _interpolated([(y, x) for x, y in curve], math.log(kld)) if kld > 0 else None,
                 None if log_kld is None else math.exp(log_kld),
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(results)
 
 
 def _interpolated(curve: Sequence[tuple[float, float]], x: float) -> float | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from neuzip.choices import SWEEP_SCHEMES
 from neuzip.compress.rules import Rule, rules_of_options
 from neuzip.compress.schemes.truncated import BLOCK_SIZES
 from neuzip.compress.workspace import locked, remove, writing
@@ -17,8 +18,13 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.yardsticks.names import NAMES, parse_yardsticks
 from neuzip.formats.records import is_block_size
 
-SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0"
 BLOCKS = "512"
+
+KINDS = ("lossless", "rounded", "quantized", "yardstick")
+"""The kinds of rows."""
+
+MOST_BITS = 16
+"""Bits per weight of quantised weights, at most: codes have 16 bits."""
 
 WORK = ".neuzip-sweep"
 """The folder in --output that holds a compressed checkpoint while it is measured."""
@@ -26,19 +32,25 @@ WORK = ".neuzip-sweep"
 
 @dataclass(frozen=True)
 class SweepScheme:
-    """One row: lossless, matrices rounded to `mantissa_bits`, in blocks or not, or a `yardstick`."""
+    """One row: lossless, matrices rounded to `mantissa_bits`, in blocks or not, or a `yardstick`.
+
+    `bits` is about the bits per weight of quantised weights.
+    """
 
     mantissa_bits: int | None = None
     block_size: int | None = None
     yardstick: str | None = None
+    bits: float | None = None
 
     @property
     def label(self) -> str:
         """The name of the scheme, in options and in files.
 
-        >>> SweepScheme().label, SweepScheme(3).label, SweepScheme(3, 512).label
-        ('lossless', 'k3', 'k3b512')
+        >>> SweepScheme().label, SweepScheme(3, 512).label, SweepScheme(bits=4.25).label
+        ('lossless', 'k3b512', 'bits4.25')
         """
+        if self.bits is not None:
+            return f"bits{self.bits:g}"
         if self.yardstick is not None:
             return self.yardstick
         if self.mantissa_bits is None:
@@ -52,12 +64,14 @@ class SweepScheme:
 
 
 def kind_of(label: str) -> str:
-    """What a row of this label is: lossless, rounded or yardstick.
+    """What a row of this label is, one of KINDS.
 
-    >>> kind_of("lossless"), kind_of("k3b512"), kind_of("q4_0")
-    ('lossless', 'rounded', 'yardstick')
+    >>> kind_of("lossless"), kind_of("k3b512"), kind_of("bits4"), kind_of("q4_0")
+    ('lossless', 'rounded', 'quantized', 'yardstick')
     """
-    return "lossless" if label == "lossless" else "rounded" if label.startswith("k") else "yardstick"
+    if label in NAMES:
+        return "yardstick"
+    return "lossless" if label == "lossless" else "rounded" if label.startswith("k") else "quantized"
 
 
 def parse_schemes(schemes: str, blocks: str | None, yardsticks: str = "none") -> list[SweepScheme]:
@@ -80,23 +94,35 @@ def parse_schemes(schemes: str, blocks: str | None, yardsticks: str = "none") ->
             "add one such as k3, or leave out `blocks`",
         )
     if not rows:
-        raise UsageError("`schemes`: names none", f"for example `schemes={SCHEMES!r}`")
+        raise UsageError("`schemes`: names none", f"for example `schemes={SWEEP_SCHEMES!r}`")
     for scheme in rows:
-        _ = scheme.rules  # which says of a number of bits that there is none
+        _ = scheme.rules  # which says of a number of mantissa bits that there is none
     rows += [SweepScheme(yardstick=name) for name in parse_yardsticks(yardsticks)]
     return list(dict.fromkeys(rows))
 
 
+def require_quantized(rows: list[SweepScheme], calibration: str) -> bool:
+    """Whether any row is of quantised weights. Raises UsageError for a calibration without effect."""
+    if any(row.bits is not None for row in rows):
+        return True
+    if calibration != "auto":
+        raise UsageError(
+            f"`calibration={calibration!r}` has no effect: no scheme has quantised weights",
+            "add one such as bits4, or leave out `calibration`",
+        )
+    return False
+
+
 def _rows_of(name: str, sizes: list[int]) -> list[SweepScheme]:
     """The rows of one scheme of --schemes: rounded ones also in blocks of `sizes`."""
-    parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
-    if parts is None:
-        hint = "write lossless, k3 for 3 mantissa bits, or k3b512"
+    parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?|bits(\d{1,2}(?:\.\d{1,6})?)", name)
+    if parts is None or (parts[3] is not None and not 0 < float(parts[3]) <= MOST_BITS):
+        hint = "write lossless, bits4.5 for quantised weights, k3 for 3 mantissa bits, or k3b512"
         if name in NAMES:
             hint = f"{name} is a yardstick: `yardsticks={name!r}`"
         raise UsageError(f"`schemes`: there is no scheme {name!r}", hint)
     if parts[1] is None:
-        return [SweepScheme()]
+        return [SweepScheme(bits=None if parts[3] is None else float(parts[3]))]
     if parts[2] is not None:
         return [SweepScheme(int(parts[1]), _block_size("schemes", parts[2]))]
     return [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]

@@ -2,6 +2,7 @@
 
     weights      absmean, least_squares, exact         codes -1, 0, 1     a scale a tensor, row or group
                  error_feedback                        the same, for what comes in
+                 grid_feedback                         integers    a step a tensor, factors a row and column
     activations  int8_absmax, top_k_int8               codes -127 to 127  a scale a token
                  int4_absmean                          codes -8 to 7
                  fp4_e2m1                              codes +-0, 1, 2, 3, 4, 6, 8, 12: twice the E2M1 number
@@ -31,14 +32,16 @@ from .activations import (
     top_k_int8,
     top_k_mask,
 )
-from .feedback import error_feedback
+from .grid_feedback import ErrorSpread, grid_feedback
 from .kv import QuantizedHeads, quantize_heads
 from .planes import pack, pack_ternary, plane_widths, unpack, unpack_ternary, words
 from .ternary import Ternary, absmean, exact, least_squares, scale_for_absmean_reader
+from .ternary_feedback import error_feedback
 from .trits import pack_trits, unpack_trits
 
 __all__ = [
     "EPSILON",
+    "ErrorSpread",
     "QuantizedHeads",
     "QuantizedTokens",
     "Ternary",
@@ -46,6 +49,7 @@ __all__ = [
     "error_feedback",
     "exact",
     "fp4_e2m1",
+    "grid_feedback",
     "int4_absmean",
     "int8_absmax",
     "least_squares",

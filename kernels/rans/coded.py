@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from neuzip.kernels.dtypes import pattern_dtypes
+from neuzip.kernels.dtypes import names_for, pattern_dtypes
 from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
 from neuzip.kernels.grid import Grid
 
@@ -30,7 +30,7 @@ PATTERNS = pattern_dtypes()
 TOGETHER = 8
 """Parts that a launch takes at most."""
 
-GRID_FORMATS = ("BF16", "F16", "F32")
+GRID_FORMATS = names_for("ans")
 """Formats of weights on a grid that the decoder writes, by their names in safetensors."""
 
 # What a launch for weights on a grid is compiled for, as bits of a number, which is 0 for floats.
@@ -95,13 +95,7 @@ class CodedGrid:
 
     def bits(self, table: Table) -> int:
         """What a launch is compiled for: see `Kind`."""
-        crossing = self.row_weights % RUN != 0 or self.row_weights > MAX_ROW
-        return (
-            ON_GRID
-            | (COLUMN_FACTORS if self.grid.columns is not None else 0)
-            | (CROSSING_ROWS if crossing else 0)
-            | (WIDE_PALETTE if lowest_code(table) is None else 0)
-        )
+        return grid_bits(table, self.row_weights, has_columns=self.grid.columns is not None)
 
     def with_factors(self, factor_bytes: Sequence[torch.Tensor]) -> CodedGrid:
         """This grid with its factor bytes elsewhere: those of rows, of columns or of both in this order."""
@@ -121,6 +115,17 @@ class CodedGrid:
             raise CorruptStream(f"{columns.numel()} column factors for rows of {self.row_weights} weights")
         if columns.data_ptr() % RUN:
             raise CorruptStream(f"column factors do not begin at a multiple of {RUN} bytes")
+
+
+def grid_bits(table: Table, row_weights: int, *, has_columns: bool) -> int:
+    """The number `Kind.grid` of weights on a grid; `has_columns` says whether columns have factors."""
+    crossing = row_weights % RUN != 0 or row_weights > MAX_ROW
+    return (
+        ON_GRID
+        | (COLUMN_FACTORS if has_columns else 0)
+        | (CROSSING_ROWS if crossing else 0)
+        | (WIDE_PALETTE if lowest_code(table) is None else 0)
+    )
 
 
 def lowest_code(table: Table) -> int | None:

@@ -213,8 +213,8 @@ class ResidentTensor:
             factors = coded.grid.grid.rows, coded.grid.grid.columns
             parts += [factor_bytes for factor_bytes in factors if factor_bytes is not None]
         ends = torch.tensor([-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts]).cumsum(0).tolist()
-        fmt, *numbers = coded.kind
-        layout = ResidentLayout(fmt.name, coded.numel, *numbers, ends[-1])
+        fmt, kept_bits, group, block_size, grid = coded.kind
+        layout = ResidentLayout(fmt.name, coded.numel, kept_bits, group, block_size, grid, ends[-1])
         nbytes = layout.descriptors + APART * (len(bounds) - 1)
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=coded.words.device)
         moved = []

@@ -18,6 +18,7 @@ from neuzip.kernels.packed_linear import first_use as packed_checks
 from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.rans import vector_form
+from neuzip.kernels.rans.coded import COLUMN_FACTORS, ON_GRID, Kind
 from neuzip.kernels.rans.sample import coded_exponents
 from neuzip.kernels.ternary_linear import reference as ternary_reference
 from neuzip.kernels.ternary_linear.ops import ternary_linear
@@ -30,6 +31,13 @@ Note = Callable[[str], None]
 
 ROWS = {"1 row": 1, "16 rows": 16, "200 rows": 200}
 """Rows of x of products: different kernels compute them."""
+
+DECODED = (
+    Kind(FORMATS["BF16"], 7, 2, 0),
+    Kind(FORMATS["F16"], 10, 1, 0),
+    Kind(FORMATS["BF16"], 0, 1, 0, ON_GRID | COLUMN_FACTORS),
+)
+"""Kinds of coded weights that the decoder is tried with."""
 
 SHAPE = (272, 1024)
 """Rows and columns of the weights: whole turns of columns, and rows that are no whole blocks."""
@@ -66,10 +74,11 @@ def gpu_findings(place: torch.device, note: Note) -> Iterator[Finding]:
     """Each operation on a GPU: decoders bit for bit, products within their error bounds."""
     where = str(place)
     same = "the bits of the CPU"
-    for dtype, group in (("BF16", 2), ("F16", 1)):
+    for kind in DECODED:
         for blocks in (1, 0):
-            name = f"rANS decoder, {dtype}, {'a whole' if blocks else 'a short'} block"
-            yield compared(where, name, same, partial(_decodes, dtype, group, blocks, place), note)
+            name = f"{'quantized' if kind.grid else 'rANS'} decoder, {kind.fmt.name}, "
+            name += f"{'a whole' if blocks else 'a short'} block"
+            yield compared(where, name, same, partial(_decodes, kind, blocks, place), note)
     packed = cache(partial(_packed, place))
     yield compared(where, "packed weights", same, lambda: _unpacks(*packed()), note)
     for name, rows in ROWS.items():
@@ -99,10 +108,10 @@ def compared(where: str, name: str, right: str, is_right: Callable[[], bool], no
     return Finding("results", name, "problem", "gives other results than the reference on the CPU", WRONG)
 
 
-def _decodes(dtype: str, group: int, blocks: int, place: torch.device) -> bool:
+def _decodes(kind: Kind, blocks: int, place: torch.device) -> bool:
     from neuzip.kernels.rans.triton.decode import decodes_sample
 
-    return decodes_sample((FORMATS[dtype], FORMATS[dtype].mantissa_bits, group, 0), blocks, place)
+    return decodes_sample(kind, blocks, place)
 
 
 def _weights() -> torch.Tensor:

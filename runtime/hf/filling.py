@@ -59,9 +59,9 @@ def filled_by_us(step: Any) -> Any:
             place = None if compressing else _place(settings)
             with FolderSource(checkpoint) as source:
                 tensors = [t for file in checkpoint.weights for t in source.tensors(file)]
-                on_grids = isinstance(quantizer, CompressingQuantizer) and quantizer.residency == "packed"
+                residency = quantizer.residency if isinstance(quantizer, CompressingQuantizer) else "dense"
                 with stored_tensors(
-                    source, tensors, place, in_groups=compressing, on_grids=on_grids
+                    source, tensors, place, in_groups=compressing, residency=residency
                 ) as stored:
                     if isinstance(quantizer, CompressingQuantizer):
                         _take_ternary_mode(quantizer, stored)

@@ -120,9 +120,8 @@ def load_model(
             record_activations(config, source, tensors)
         try:
             with stored_tensors(
-                source, tensors, place, verify=verify, in_groups=residency != "dense",
-                on_grids=residency == "packed",
-            ) as stored:  # fmt: skip
+                source, tensors, place, verify=verify, in_groups=residency != "dense", residency=residency
+            ) as stored:
                 if residency != "dense":
                     prefer_ours(config)
                 skeleton = skeleton_of(config)

@@ -165,8 +165,8 @@ class CompressingQuantizer(HfQuantizer):
 
     def compress(self, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A parameter that has arrived, compressed if it fits and that pays."""
-        from neuzip.runtime.residency import compress
-        from neuzip.runtime.weights import BitWeight, GridWeight
+        from neuzip.runtime.residency import compress, keep_arrived
+        from neuzip.runtime.weights import AnsWeight, BitWeight, GridWeight
 
         expected = model.get_parameter(name)
         if hasattr(expected, "_local_tensor"):  # a DTensor
@@ -177,9 +177,9 @@ class CompressingQuantizer(HfQuantizer):
         if name not in self._uses or weight.shape != expected.shape:  # which is said when all have arrived
             return weight
         use = self._uses[name]
-        if isinstance(weight, GridWeight):
+        if isinstance(weight, GridWeight | AnsWeight):
             if weight.suits(use):
-                return torch.nn.Parameter(weight, requires_grad=False)
+                return keep_arrived(weight, self._experts, name)
             weight = weight.dense()
         if isinstance(weight, BitWeight):
             if not use.looked_up and self.activations(model).at(name.rpartition(".")[0]) != "none":

@@ -19,8 +19,9 @@ from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime.activations import ACTIVATIONS_ENTRY
 from neuzip.runtime.dtypes import torch_dtype
 from neuzip.runtime.read import read_grid, read_tensor, read_tensors, read_ternary
-from neuzip.runtime.residency import DTYPES
+from neuzip.runtime.residency import DTYPES, WORTH
 from neuzip.runtime.weights import BitWeight, GridWeight
+from neuzip.runtime.weights.base import SMALLEST
 from neuzip.runtime.weights.packed import can_be_packed
 
 if TYPE_CHECKING:
@@ -71,14 +72,15 @@ def stored_tensors(
     *,
     verify: bool = True,
     in_groups: bool = False,
-    on_grids: bool = False,
+    residency: str = "dense",
 ) -> Iterator[StoredTensors]:
     """Tensors by name, for `state_dict` of `from_pretrained`: on a GPU decoded at once, else when asked for.
 
     A `place` of None is wherever transformers asks for them. `in_groups` is for models that are compressed in
     memory: tensors are decoded when asked for on GPUs too, with some of those that will be asked for next,
-    and ternary matrices are a BitWeight. With `on_grids` quantized matrices are a GridWeight then. What is
-    found damaged meanwhile is raised as FormatError in the end, whatever transformers makes of it.
+    and ternary matrices are a BitWeight. Quantized matrices are then a GridWeight if the `residency` is
+    "packed", and an AnsWeight if it is "ans". What is found damaged meanwhile is raised as FormatError in the
+    end, whatever transformers makes of it.
     """
     failures: list[NeuzipError] = []
     with Workers() as workers:
@@ -88,9 +90,12 @@ def stored_tensors(
             matrices = [t for t in tensors if BitWeight.can_be(t.info.shape)]
             ternary = {t.name: t for t in matrices if is_ternary(source.resolve(t))}
             tensors = [t for t in tensors if t.name not in ternary]
-        grids = [t for t in tensors if on_grids and _is_grid_matrix(source, t)]
+        of_residency = _QUANTIZED.get(residency)
+        quantized = [t for t in tensors if of_residency and of_residency.can_be(source, t)]
         if in_groups and (place is None or place.type == "cuda"):
-            groups = _TensorGroups(source, tensors, place, workers, failures, verify)
+            apart = {t.name for t in quantized if of_residency is _AnsTensor}  # which need no values
+            together = [t for t in tensors if t.name not in apart]
+            groups = _TensorGroups(source, together, place, workers, failures, verify)
             stored: dict[str, Any] = {
                 t.name: _PlacedTensor(source, t, partial(groups.take, t)) for t in tensors
             }
@@ -101,7 +106,10 @@ def stored_tensors(
             stored = {t.name: _PlacedTensor(source, t, partial(_hand_over, loaded[t.name])) for t in tensors}
         else:
             stored = {t.name: _EncodedTensor(source, t, workers, failures, verify) for t in tensors}
-        stored |= {t.name: _GridTensor(source, t, stored[t.name], place, failures, verify) for t in grids}
+        if of_residency:
+            stored |= {
+                t.name: of_residency(source, t, stored[t.name], place, failures, verify) for t in quantized
+            }
         stored |= {
             name: _TernaryTensor(source, tensor, place, failures, verify) for name, tensor in ternary.items()
         }
@@ -269,20 +277,10 @@ class _TernaryTensor:
         return self
 
 
-def _is_grid_matrix(source: FolderSource, tensor: SourceTensor) -> bool:
-    """Whether a tensor is stored quantized, and can be packed in memory as it is."""
-    shape = tensor.info.shape
-    return (
-        len(shape) == 2
-        and can_be_packed(*shape)
-        and isinstance(source.resolve(tensor).record, QuantizedRecord)
-    )
+class _QuantizedTensor:
+    """A quantized tensor that transformers gets as a compressed weight, as `_PlacedTensor` gives others.
 
-
-class _GridTensor:
-    """A quantized matrix that transformers gets as a GridWeight, as `_PlacedTensor` gives others.
-
-    `stored` gives its values. Where they are not small in that form, they stay dense.
+    `stored` gives its values, for dtypes that are not compressed, and where that would not pay.
     """
 
     def __init__(
@@ -305,17 +303,61 @@ class _GridTensor:
         self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **_: object
     ) -> torch.Tensor:
         place = self._place or torch.device("cpu" if device is None else device)
-        dense = self._stored.to(device=place, dtype=dtype or self.dtype)
-        if dense.dtype not in DTYPES:
-            return dense
         try:
-            grid = read_grid(self._source, self._tensor, verify=self._verify)
+            return self._compressed(place, dtype or self.dtype)
         except NeuzipError as failure:
             self._failures.append(failure)
             raise
-        weight = GridWeight.if_worthwhile(dense, grid)
-        return dense if weight is None else weight
 
     def __getitem__(self, index: Any) -> Any:
         assert index is ...
         return self
+
+    def _compressed(self, place: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _GridTensor(_QuantizedTensor):
+    """A quantized matrix that transformers gets as a GridWeight."""
+
+    @staticmethod
+    def can_be(source: FolderSource, tensor: SourceTensor) -> bool:
+        """Whether a tensor is stored quantized, and can be packed in memory as it is."""
+        shape = tensor.info.shape
+        return len(shape) == 2 and can_be_packed(*shape) and _is_quantized(source, tensor)
+
+    def _compressed(self, place: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        dense = self._stored.to(device=place, dtype=dtype)
+        if dense.dtype not in DTYPES:
+            return dense
+        grid = read_grid(self._source, self._tensor, verify=self._verify)
+        weight = GridWeight.if_worthwhile(dense, grid)
+        return dense if weight is None else weight
+
+
+class _AnsTensor(_QuantizedTensor):
+    """Quantized matrices that transformers gets as an AnsWeight: as the container has them."""
+
+    @staticmethod
+    def can_be(source: FolderSource, tensor: SourceTensor) -> bool:
+        """Whether a tensor is stored quantized, and can stay in memory as it is coded."""
+        info = tensor.info
+        return len(info.shape) in (2, 3) and info.numel >= SMALLEST and _is_quantized(source, tensor)
+
+    def _compressed(self, place: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        if dtype != self.dtype or dtype not in DTYPES:
+            return self._stored.to(device=place, dtype=dtype)
+        from neuzip.runtime.read_coded import read_ans  # needs Triton
+
+        weight = read_ans(self._source, self._tensor, place, verify=self._verify)
+        if weight.stored_bytes > WORTH * self._tensor.info.nbytes:
+            return weight.dense()
+        return weight
+
+
+def _is_quantized(source: FolderSource, tensor: SourceTensor) -> bool:
+    return isinstance(source.resolve(tensor).record, QuantizedRecord)
+
+
+_QUANTIZED: dict[str, type[_GridTensor] | type[_AnsTensor]] = {"packed": _GridTensor, "ans": _AnsTensor}
+"""What quantized tensors are in each residency that has a form for them."""

@@ -30,7 +30,10 @@ ANS_FORMATS = {torch_dtype(name): name for name in names_for("ans")}
 
 
 class AnsWeight(CompressedWeight):
-    """Weights as rANS codes them, about 10.6 bits each in bf16, decoded for every product by a GPU."""
+    """Weights as rANS codes them, decoded for every product by a GPU.
+
+    They take about 10.6 bits each in bf16, and quantized ones what the container takes.
+    """
 
     residents: tuple[ResidentTensor, ...]
     chunks: tuple[tuple[int, int], ...]
@@ -61,6 +64,24 @@ class AnsWeight(CompressedWeight):
                 parts.append((start, stop))
                 chunks.append((len(residents) - 1, number))
         return cls._of(residents, parts, chunks, tuple(dense.shape), False, dense.dtype)
+
+    @classmethod
+    def of_coded(cls, coded: CodedTensor, shape: Sequence[int], dtype: torch.dtype) -> AnsWeight:
+        """A weight [out, in] or [experts, out, in] that is coded already, whose streams are copied.
+
+        It is decoded once, to see that its words are whole. Raises CorruptStream.
+        """
+        rows = rows_at_a_time(tuple(shape), dtype.itemsize)
+        resident = ResidentTensor.of(coded, [0, *(stop * shape[-1] for _, stop in rows)])
+        for number in range(resident.chunks):
+            _, errors = resident.decode(number)
+        raise_if_corrupt(errors, ["the tensor"])
+        chunks = [(0, number) for number in range(resident.chunks)]
+        return cls._of([resident], rows, chunks, tuple(shape), False, dtype)
+
+    def suits(self, use: WeightUse) -> bool:
+        """Whether it is read as it lies in a use: not where rows are looked up, as it is decoded whole."""
+        return not use.looked_up
 
     @classmethod
     def _of(

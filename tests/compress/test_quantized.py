@@ -17,13 +17,14 @@ import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_base import DeltaBase
 from neuzip.compress.ranks import Ranks
-from neuzip.compress.rules_file import plan_bytes, read_plan_file
+from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan_file
 from neuzip.compress.schemes import codec_for
 from neuzip.compress.schemes.codec import TensorInput
 from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.container import Container
+from neuzip.formats.hub.push_plan import plan_push
 from neuzip.formats.manifest import check_requirements
 from neuzip.formats.safetensors_file import TensorInfo
 from neuzip.kernels.grid import Grid, Spread, factor_bytes
@@ -82,7 +83,7 @@ def run(neuzip: Speak, *arguments: object) -> dict[str, Any]:
 
 def test_it_goes_through_all_commands_and_loaders(checkpoint: Path, tmp_path: Path, neuzip: Speak) -> None:
     plan, small, back = (tmp_path / name for name in ("plan.toml", "small", "back"))
-    plan.write_bytes(plan_bytes([Rule("*", replace(STEP, row_factors=True), 2)], []))
+    plan.write_bytes(plan_bytes(PlanFile((Rule("*", replace(STEP, row_factors=True), 2),)), []))
     assert 'scheme = "quantized"\nstep = 0.05\nrow_factors = true' in plan.read_text()
     planned = run(neuzip, "compress", checkpoint, small, "--plan", plan, "--dry-run")
     report = run(neuzip, "compress", checkpoint, small, "--plan", plan)
@@ -334,3 +335,13 @@ def test_lossless_files_require_nothing_new(checkpoint: Path, tmp_path: Path) ->
     compress(checkpoint, tmp_path / "small")
     assert "requires" not in json.loads((tmp_path / "small/neuzip/manifest.json").read_text())
     assert all(r["scheme"] != "quantized" for r in records(tmp_path / "small/model.safetensors").values())
+
+
+def test_a_pushed_folder_requires_the_feature_too(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "README.md").write_text("# Mine\n")
+    compress(checkpoint, tmp_path / "small", RULES)
+    contents = {file.path: file.content for file in plan_push(tmp_path / "small", "me/small").files}
+    manifest = contents["neuzip/manifest.json"]
+    assert isinstance(manifest, bytes)
+    assert json.loads(manifest)["requires"] == ["quantized"]
+    assert json.loads(manifest)["files"]["README.md"]["kind"] == "rewritten"

@@ -467,8 +467,8 @@ def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -
     from contextlib import contextmanager
 
     from neuzip.eval.measures.texts import read_text
-    from neuzip.eval.sweep.measure import SweepSetting
     from neuzip.eval.sweep.run import sweep
+    from neuzip.eval.sweep.setting import SweepSetting
     from neuzip.eval.sweep.setup import parse_schemes
 
     @contextmanager

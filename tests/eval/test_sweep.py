@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,11 +28,11 @@ from neuzip.eval.measures import fingerprint
 from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.sweep import measure, run
 from neuzip.eval.sweep.folder import PICTURES
-from neuzip.eval.sweep.measure import SweepSetting
 from neuzip.eval.sweep.picture import draw
 from neuzip.eval.sweep.rows import Sweep, SweepRow
 from neuzip.eval.sweep.run import sweep
-from neuzip.eval.sweep.setup import WORK, SweepScheme, parse_schemes, work_folder
+from neuzip.eval.sweep.setting import SweepSetting, with_calibration
+from neuzip.eval.sweep.setup import WORK, SweepScheme, parse_schemes, require_quantized, work_folder
 from neuzip.eval.yardsticks.checkpoint import write_restored
 from neuzip.eval.yardsticks.table import YARDSTICKS
 from neuzip.runtime.hf.load import load_model
@@ -288,8 +286,64 @@ def test_a_sweep_depends_on_its_text_and_checkpoint(what: str, tmp_path: Path):
         shutil.copytree(CHECKPOINT, tmp_path / "copy")
         (tmp_path / "copy" / "README.md").write_text("of another state of training")
         theirs = replace(ours, src=tmp_path / "copy")
-    values = [run._depends_on(one, "cpu") for one in (ours, theirs)]
+    values = [run._conditions(one, "cpu")["rounded"] for one in (ours, theirs)]
     assert fingerprint.differing(*values) == [what]
+
+
+# Quantised weights
+
+
+@pytest.mark.slow
+def test_quantized_rows_have_the_bits_that_are_wanted_and_calibrate_once(tmp_path: Path):
+    """One calibration serves all rows; with another one they are measured again, and no other row is."""
+    begun: list[str] = []
+
+    @contextmanager
+    def note(label: str, total: int, unit: str) -> Iterator[object]:
+        begun.append(label)
+        yield lambda count: None
+
+    whole = with_calibration(setting(), "demo", "auto")
+    assert whole.calibration is not None and whole.max_tokens == TOKENS
+    calibrated = replace(whole, calibration=replace(whole.calibration, ids=whole.calibration.ids[:1025]))
+    asked = parse_schemes("k1,bits5,bits0.1", "")
+    found = sweep(calibrated, asked, tmp_path, note)
+    assert sum("gradients" in label for label in begun) == 1
+    by_label = {row.scheme: row for row in found.rows}
+    quantized, rounded = by_label["bits5"], by_label["k1"]
+    assert quantized.kind == "quantized" and quantized.bits_per_weight == pytest.approx(5, rel=0.02)
+    assert quantized.bits_per_weight <= rounded.bits_per_weight
+    assert quantized.comparison.kld.mean.value < rounded.comparison.kld.mean.value
+    (failure,) = found.failed
+    assert failure.scheme == "bits0.1" and "at least" in failure.reason
+    nearest = with_calibration(setting(), "demo", "none")
+    assert nearest.calibration is None
+    with pytest.raises(WouldOverwrite, match=r"bits0\.1\.failed: was measured with another calibration"):
+        sweep(nearest, asked, tmp_path, stage)
+
+
+def test_what_is_measured_does_not_calibrate(tmp_path: Path):
+    text = tmp_path / "a.txt"
+    text.write_text(" ".join(f"the word {i}" for i in range(1200)))
+    given = replace(setting(), text=read_text(str(text)), max_tokens=600)
+    divided = with_calibration(given, str(text), "auto")
+    assert divided.max_tokens == 600 and divided.calibration is not None
+    ids = run.read_tokens(CHECKPOINT, given.text, None, 10**6).text
+    assert torch.equal(divided.calibration.ids, ids[601:][: len(divided.calibration.ids)])
+    assert with_calibration(given, str(text), "demo").max_tokens == 600
+
+
+@pytest.mark.parametrize("scheme", ["bits", "bits0", "bits17", "bits4.", "bits-1"])
+def test_what_is_no_number_of_bits_is_refused(scheme: str):
+    with pytest.raises(UsageError, match="there is no scheme"):
+        parse_schemes(scheme, "")
+
+
+def test_a_calibration_without_effect_is_refused():
+    assert require_quantized(parse_schemes("k3,bits4", ""), "none")
+    assert not require_quantized(parse_schemes("k3", ""), "auto")
+    with pytest.raises(UsageError, match=r"`calibration='none'` has no effect"):
+        require_quantized(parse_schemes("k3", "", "all"), "none")
 
 
 # What lies in the folder
@@ -439,7 +493,7 @@ def test_pictures_are_files_of_their_kind(made):
 
 
 def test_the_label_of_a_scheme_can_be_asked_for():
-    for scheme in (SweepScheme(), SweepScheme(0), SweepScheme(6, 8)):
+    for scheme in (SweepScheme(), SweepScheme(0), SweepScheme(6, 8), SweepScheme(bits=4.25)):
         assert parse_schemes(scheme.label, "") == [scheme]
 
 
@@ -497,50 +551,3 @@ def test_what_cannot_be_swept_is_told(neuzip: Speak, tmp_path: Path, source: str
     assert said.exit_code == 1
     assert said.stderr.startswith("error: ") and "hint: " in said.stderr
     assert not list(tmp_path.glob("out/*"))
-
-
-# The plain formats that sweeps are judged beside
-
-
-@pytest.fixture(scope="module")
-def formats(root: Path) -> Any:
-    """benchmarks/group_formats.py as a module."""
-    folder = str(root / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("group_formats")
-    finally:
-        sys.path.remove(folder)
-
-
-def test_a_plain_format_rounds_to_the_nearest_of_its_codes(formats: Any):
-    weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
-    for format in formats.FORMATS:
-        width = format.group or 128
-        groups, left = (w.reshape(-1, width) for w in (weight, format.rounded(weight)))
-        span = groups.amax(1) - groups.amin(1) if format.offset else 2 * groups.abs().amax(1)
-        step = span / (2**format.bits - (1 if format.offset else 2))
-        assert ((left - groups).abs().amax(1) <= step * 0.5 + span * 2**-10).all()  # scales are fp16
-        assert all(group.unique().numel() <= 2**format.bits for group in left)
-        numbers = (2 if format.offset else 1) * 16 / width
-        assert format.bits_of(weight) == (format.bits + numbers) * weight.numel()
-
-
-def test_a_plain_format_leaves_zeros_and_constants(formats: Any):
-    for format in formats.FORMATS:
-        assert torch.equal(format.rounded(torch.zeros(2, 64)), torch.zeros(2, 64))
-        assert torch.allclose(format.rounded(torch.full((2, 64), 0.5)), torch.full((2, 64), 0.5), rtol=1e-3)
-    with pytest.raises(ValueError, match="130 weights are not cut into groups of 64"):
-        formats.FORMATS[-1].rounded(torch.zeros(2, 65))
-
-
-def test_plain_formats_round_matrices_and_leave_the_rest(formats: Any):
-    def made() -> Any:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.LayerNorm(8))
-
-    model, other = made(), made()
-    bits, weights = formats.round_all(model, other, formats.FORMATS[0])
-    assert (bits, weights) == (8.5 * 64 * 8 + 16 * 24, 64 * 8 + 24)
-    assert torch.equal(other[0].weight, formats.FORMATS[0].rounded(model[0].weight))
-    assert not torch.equal(other[0].weight, model[0].weight) and torch.equal(other[0].bias, model[0].bias)

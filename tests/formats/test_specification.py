@@ -288,8 +288,7 @@ SCHEMES = {
     "ternary": Scheme("ternary"),
     "ternary 2bit": Scheme("ternary", quantizer="least-squares", packing="2bit"),
     "ternary group=100": Scheme("ternary", group=100),
-    "quantized": Scheme("quantized", step=0.25),
-    "quantized with factors": Scheme("quantized", step=0.1, row_factors=True, column_factors=True),
+    "quantized": Scheme("quantized", step=0.1, row_factors=True, column_factors=True),
     "ternary 2bit group=64": Scheme("ternary", group=64, packing="2bit", scale_dtype="F16"),
 }
 

@@ -263,7 +263,7 @@ def _theirs(path: Path) -> dict[str, bytes | None] | None:
         return None
     decoded: dict[str, bytes | None] = {}
     for name, record in container.records.items():
-        if record["scheme"] not in ("raw", "alias", "ternary", "lossless", "truncated"):
+        if record["scheme"] not in ("raw", "alias", "ternary", "lossless", "truncated", "quantized"):
             continue  # it needs another checkpoint
         decoded[name] = None
         with contextlib.suppress(independent.SpecViolation):
@@ -284,6 +284,8 @@ def _independently(container: Any, name: str, record: dict[str, Any]) -> bytes:
         return _independently(container, of, container.records[of])
     if record["scheme"] == "ternary":
         return bytes(container.decode_ternary(name).tobytes())
+    if record["scheme"] == "quantized":
+        return bytes(container.decode_quantized(name).tobytes())
     with np.errstate(all="ignore"):
         patterns = container.decode(name)
     if record.get("block_size") is not None:

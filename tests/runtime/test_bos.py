@@ -75,6 +75,14 @@ def text_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def other_file(tmp_path: Path) -> Path:
+    """A text to calibrate on."""
+    path = tmp_path / "other.txt"
+    path.write_text("Pack my box with five dozen liquor jugs. " * 13, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What any Llama or Mixtral is fed, but for the trial of the head, which is of no text."""
     trial = torch.randint(VOCABULARY, (1, len(TRIALS)), generator=torch.Generator().manual_seed(0))
@@ -105,33 +113,39 @@ COMMANDS = {
     "eval --sparsity": "eval {model} --text {text} --conventions bos --sparsity",
     "fisher": "compress {model} {out} --target-size 60% --text {text} --scheme rounded --sensitivity fisher",
     "measured": "compress {model} {out} --bits 9.6 --text {text} --scheme rounded --sensitivity measured",
+    "quantized": "compress {model} {out} --max-kld 1 --text {text} --calibration {other}",
     "drop-layers": "compress {model} {out} --max-kld 3 --text {text} --scheme rounded --drop-layers 1",
-    "sweep": "sweep {model} --text {text} --schemes k2",
+    "sweep": "sweep {model} --text {text} --schemes k2 --yardsticks q4_0",
     "layers": "layers {model} --text {text} --drop 1",
     "experts": "experts {experts} --text {text}",
-    "experts of a target": "compress {experts} {out} --target-size 60% --text {text} --sensitivity fisher",
+    "experts of a target":
+        "compress {experts} {out} --bits 9.6 --text {text} --scheme rounded --sensitivity fisher",
     "patch-attention": "patch-attention {model} {out} --text {text} --mode 8bit --max-tokens 31",
     "ternarize": "ternarize {model} {out} --text {text} --max-tokens 512 --allow-destructive",
     "recover": "recover {model} --text {text} --eval-text {text} --steps 1 --batch 2 --noise 1 -o {out}",
     "train": "train {toml}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_every_window_that_a_command_reads_begins_with_bos(
-    command: str, checkpoint: Path, rounded: Path, experts: Path, text_file: Path, tmp_path: Path,
-    neuzip: Speak, fed: Any,
+    command: str, checkpoint: Path, rounded: Path, experts: Path, text_file: Path, other_file: Path,
+    tmp_path: Path, neuzip: Speak, fed: Any,
 ):  # fmt: skip
     toml = tmp_path / "run.toml"
     toml.write_text(
         f'model = "{checkpoint}"\ntext = ["{text_file}"]\noutput = "{tmp_path / "out"}"\n'
         "steps = 1\nlr = 1e-4\nbatch_size = 2\nwindow = 16\n"
     )
+    longer = tmp_path / "longer.txt"
+    longer.write_text(CONTENT[::-1] * 5, encoding="utf-8")
     named = {
         "model": checkpoint,
+        "longer": longer,
         "rounded": rounded,
         "experts": experts,
         "text": text_file,
+        "other": other_file,
         "out": tmp_path / "out",
         "toml": toml,
     }
@@ -203,8 +217,11 @@ def test_bits_a_byte_are_of_all_bytes(checkpoint: Path):
 
 
 @pytest.mark.slow
-def test_a_target_holds_behind_bos(checkpoint: Path, text_file: Path, tmp_path: Path, neuzip: Speak):
-    command = ("compress", checkpoint, tmp_path / "out", "--max-kld", "0.05", "--text", text_file)
+def test_a_target_holds_behind_bos(
+    checkpoint: Path, text_file: Path, other_file: Path, tmp_path: Path, neuzip: Speak
+):
+    command: tuple[Any, ...] = ("compress", checkpoint, tmp_path / "out", "--max-kld", "0.05")
+    command += ("--text", text_file, "--calibration", other_file)
     assert f"{text_file}, in windows of 32 predictions, no overlap, BOS in front of each; another" in (
         neuzip(*command).stdout
     )

@@ -279,7 +279,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_on_gpu", lambda _: True)
     monkeypatch.setattr(results, "SHAPE", (32, 128))
     run = results._decodes  # whole blocks take the interpreter seconds
-    monkeypatch.setattr(results, "_decodes", lambda dtype, group, blocks, place: run(dtype, group, 0, place))
+    monkeypatch.setattr(results, "_decodes", lambda kind, blocks, place: run(kind, 0, place))
     monkeypatch.setattr(first_use, "_passed", set())
     monkeypatch.setattr(first_use, "DEVICE_TYPES", {"cpu"})
 

@@ -104,6 +104,53 @@ def test_ternary_tensors_are_the_same_however_they_are_cut(chunk: int, part: int
     assert_loads(ternary)
 
 
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Quantized tensors of several dtypes and shapes: pairs, escapes, and all sorts of factors."""
+    path = tmp_path_factory.mktemp("gpu") / "quantized.safetensors"
+    torch.manual_seed(0)
+    weights = {
+        "plain": (torch.randn(40, 72) * 0.02).bfloat16(),
+        "rows": torch.randn(30, 70) * torch.linspace(0.2, 3, 30)[:, None],
+        "columns": (torch.randn(3, 20, 40) * torch.linspace(0.3, 2, 40)).half(),
+        "both": (torch.randn(50, 64) * 0.1).bfloat16(),
+        "line": (torch.randn(3001) * 0.1).bfloat16(),
+        "eight bits": (torch.randn(80, 100) * 0.1).to(torch.float8_e4m3fn),
+    }
+    weights["plain"][3, 5] = 9
+    save_file(weights, path.with_name("plain.safetensors"))
+    rules = [
+        Rule("plain", Scheme("quantized", step=0.01)),
+        Rule("rows", Scheme("quantized", step=0.3, row_factors=True)),
+        Rule("columns", Scheme("quantized", step=0.2, column_factors=True)),
+        Rule("both", Scheme("quantized", step=0.02, row_factors=True, column_factors=True)),
+        Rule("*", Scheme("quantized", step=0.1)),
+    ]
+    compress(path.with_name("plain.safetensors"), path, rules)
+    with Container(path) as container:
+        assert {record.scheme for record in container.manifest.tensors.values()} == {"quantized"}
+    return path
+
+
+def test_quantized_tensors_have_the_bits_of_the_cpu(quantized: Path):
+    assert_loads(quantized)
+
+
+@pytest.mark.parametrize("stream", ["words", "grid"])
+def test_damaged_quantized_tensors_are_named(stream: str, quantized: Path):
+    broken = damage(quantized, "both", stream, 9)
+    with FolderSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
+        gpu.read_on(DEVICE, source, stored(source))
+    assert (caught.value.tensor, caught.value.field) == ("both", stream)
+
+
+def test_corrupt_words_of_quantized_tensors_are_found_without_verification(quantized: Path):
+    broken = damage(quantized, "both", "words", 2)
+    with FolderSource(broken) as source, pytest.raises(FormatError, match="the words are corrupt") as caught:
+        gpu.read_on(DEVICE, source, stored(source), verify=False)
+    assert caught.value.tensor == "both"
+
+
 def test_plain_files_too(small: Path):
     assert_loads(small.with_name("plain.safetensors"))
 

@@ -135,6 +135,8 @@ GOOD: dict[str, Callable[[], Any]] = {
     "normalised": lambda: normalised("F32", 8),
     "ternary": lambda: bad.ternary("trits", 30),
     "ternary words": lambda: bad.ternary("2bit", None, "F16"),
+    "quantized": lambda: bad.quantized(columns=True),
+    "quantized escapes": bad.quantized_escaping,
     "all schemes": lambda: with_alias(
         merged(
             bad.lossless("BF16"),
@@ -314,7 +316,7 @@ def test_accidents_are_noticed(batch: int, tmp_path: Path) -> None:
     assert refused > 0.8 * BATCH, "these accidents do no harm"
 
 
-@pytest.mark.parametrize("name", ["pairs", "normalised", "raw", "ternary", "ternary words"])
+@pytest.mark.parametrize("name", ["pairs", "normalised", "raw", "ternary", "ternary words", "quantized"])
 def test_every_byte_is_guarded(name: str, tmp_path: Path) -> None:
     """One bit of every byte of a container, one after the other."""
     data = good(name)

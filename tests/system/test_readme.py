@@ -513,15 +513,23 @@ def test_a_scaled_embedding_stands_below_the_headline(root: Path, readme: Pages,
     assert {"unscaled", "times 50"} <= set(rows_of(readme.mix_ln(document)))
 
 
-def test_plain_formats_are_of_the_same_tokens(root: Path, readme: Pages, tmp_path: Path) -> None:
-    copy_results(root, tmp_path, "group_formats-wikilm-26m", "sweep-wikilm-26m")
-    lines = [line for line in readme.group_formats().splitlines() if re.match(r"\| \d", line)]
-    sizes = [float(line.split("|")[2]) for line in lines]
-    assert len(lines) >= 10 and sizes == sorted(sizes)
-    document = json.loads((tmp_path / "group_formats-wikilm-26m.json").read_text())
-    (tmp_path / "group_formats-wikilm-26m.json").write_text(json.dumps(document | {"tokens": 7}))
-    with pytest.raises(AssertionError, match="other tokens"):
-        readme.group_formats()
+def test_formats_that_quantised_weights_do_not_beat_are_told(readme: Pages, tmp_path: Path) -> None:
+    document = json.loads((tmp_path / "sweep-demo.json").read_text())
+    document.pop("savings", None)
+    (tmp_path / "sweep-demo.json").write_text(json.dumps(document))
+    assert readme.yardsticks() == "", "a sweep without yardsticks"
+    saving = {"bits": 4.5, "kld": 0.02, "quantized_kld": 0.01, "must": 0.15, "stretch": 0.22}
+    savings = [
+        {"yardstick": "nf4", "quantized_bits": 3.5, "saved": 0.22, **saving},
+        {"yardstick": "q4_0", "quantized_bits": 4.0, "saved": 0.11, **saving},
+        {"yardstick": "fp8", "quantized_bits": None, "saved": None, **saving},
+    ]
+    changed = document | {"savings": savings, "calibration": "train"}
+    (tmp_path / "sweep-demo.json").write_text(json.dumps(changed))
+    rows = rows_of(readme.yardsticks())
+    assert rows["nf4"][2:4] == ["3.50 bits", "22.0%"]
+    assert rows["q4_0"][3].endswith("**missed**") and "missed" not in rows["nf4"][3]
+    assert rows["fp8"][2] == "outside of the curve"
 
 
 def test_a_paragraph_of_a_template_becomes_one_line(readme: Pages) -> None:

@@ -49,7 +49,7 @@ def code_of(u, magic, zero):
 def load_code_bits(own, limit):
     """Bits of a code, and what `code_of` takes: magic, zero of entries of the table, and zero of u.
 
-    limit: of a lane, not negative. A compiler that knew magic, or that it is the same in all lanes, would make
+    limit: of a lane, not negative. A compiler that knew magic, or that all lanes have the same, would make
     two instructions of `u & 0xFF | magic`.
     """
     code_bits = tl.load(own + _C_CODE_BITS).to(tl.int32)

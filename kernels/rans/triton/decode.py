@@ -68,8 +68,8 @@ from neuzip.kernels.tuning import launch_for
 
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 
-OPERATION = "decoding rANS codes"
-"""What is checked at its first use on a device."""
+OPERATION, OPERATION_ON_GRID = "decoding rANS codes", "decoding quantized weights"
+"""What is checked at its first use on a device: for floats, and for weights on a grid."""
 
 TILE = 2048
 """Entries of an index that are summed up at a time."""
@@ -325,8 +325,7 @@ def prepare(
         if not kind.block_size:  # weights that share a scale have no sample
             full = sum(tensors[i].numel // BLOCK for i in numbers)
             check = functools.partial(decodes_sample, kind, full, device, warps)
-            check_first_use(OPERATION, device, check)
-            break
+            check_first_use(OPERATION_ON_GRID if kind.grid else OPERATION, device, check)
     launches = []
     for numbers in kinds.values():
         first = tensors[numbers[0]]

@@ -1,0 +1,167 @@
+"""Calibrated quantisation: steps by sensitivity, codes with error feedback, and predictions of both."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.eval.quantize.checkpoint_parameters import find_parameters
+from neuzip.eval.quantize.quantizer import Quantizer
+from neuzip.eval.quantize.settings import CalibrationSettings
+from neuzip.eval.quantize.statistics import gather
+from neuzip.kernels.grid import Grid
+from neuzip.kernels.quantizers import ErrorSpread, grid_feedback
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEP = 0.02
+WINDOWS = CalibrationWindows.of(torch.randint(64, (1025,), generator=torch.Generator().manual_seed(1)), 32)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def checkpoint(request, tmp_path_factory) -> tuple[LlamaForCausalLM, Path]:
+    model = models.llama(
+        0, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        tie_word_embeddings=request.param,
+    ).to(torch.bfloat16)  # fmt: skip
+    path = tmp_path_factory.mktemp("quantizer") / "model"
+    model.save_pretrained(path)
+    return model.float().eval(), path
+
+
+def matrices(source: FolderSource) -> list[str]:
+    return [t.name for t in source.tensors() if len(t.info.shape) == 2]
+
+
+def divergence(model: LlamaForCausalLM, quantizer: Quantizer, names: list[str], step: float) -> float:
+    other = copy.deepcopy(model)
+    parameters = dict(other.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            codes, grid = quantizer.at(step).codes_of(name)
+            parameters[name].copy_(grid.values(torch.from_numpy(codes), torch.bfloat16))
+        p = model(WINDOWS.fed).logits.log_softmax(-1)
+        return float((p.exp() * (p - other(WINDOWS.fed).logits.log_softmax(-1))).sum(-1).mean())
+
+
+def test_divergence_is_as_predicted_and_less_than_without_feedback_or_calibration(checkpoint):
+    model, path = checkpoint
+    with FolderSource(path) as source:
+        names = matrices(source)
+        calibrated = Quantizer.prepare(model, source, names, WINDOWS)
+        nearest = Quantizer.prepare(model, source, names, WINDOWS, CalibrationSettings(feedback=False))
+        plain = Quantizer.prepare(None, source, names, None)
+        of_feedback, of_nearest = (divergence(model, q, names, STEP) for q in (calibrated, nearest))
+    assert of_feedback < of_nearest
+    assert of_feedback == pytest.approx(calibrated.curvature * STEP**2, rel=0.4)
+    assert of_nearest == pytest.approx(nearest.curvature * STEP**2, rel=0.4)
+    assert plain.curvature is None
+
+
+def test_the_mean_step_is_that_of_all_weights(checkpoint):
+    model, path = checkpoint
+    with FolderSource(path) as source:
+        names = matrices(source)
+        sizes = {t.name: t.info.numel for t in source.tensors()}
+        quantizer = Quantizer.prepare(model, source, names, WINDOWS)
+        logs = [np.log(quantizer.at(STEP).codes_of(n)[1].step) * sizes[n] for n in names]
+    assert np.exp(sum(logs) / sum(sizes[n] for n in names)) == pytest.approx(STEP, rel=1e-5)
+
+
+def test_codes_are_the_same_again_and_their_identity_tells_texts_and_steps_apart(checkpoint):
+    model, path = checkpoint
+    with FolderSource(path) as source:
+        names = matrices(source)
+        one, again = (Quantizer.prepare(model, source, names, WINDOWS) for _ in range(2))
+        other = Quantizer.prepare(model, source, names, CalibrationWindows.of(torch.arange(64), 32))
+        for name in names:
+            codes, grid = one.at(STEP).codes_of(name)
+            assert codes.dtype == np.int16
+            assert np.array_equal(codes, again.at(STEP).codes_of(name)[0])
+            assert grid.step == again.at(STEP).codes_of(name)[1].step
+        assert one.at(STEP).codes_of("model.norm.weight") is None
+    identities = {one.at(STEP).identity, one.at(STEP / 2).identity, other.at(STEP).identity}
+    assert len(identities) == 3
+    assert again.at(STEP).identity == one.at(STEP).identity
+
+
+def test_predicted_bytes_fall_as_the_step_grows(checkpoint):
+    _, path = checkpoint
+    with FolderSource(path) as source:
+        quantizer = Quantizer.prepare(None, source, matrices(source), None)
+        fine, coarse = (quantizer.expected_bytes(step) for step in (0.001, 0.01))
+        empty = quantizer.expected_bytes(2 * quantizer.largest_step)
+        weights = sum(t.info.numel for t in source.tensors() if len(t.info.shape) == 2)
+    assert fine - coarse == pytest.approx(np.log2(10) * weights / 8, rel=0.15)
+    assert empty < coarse
+
+
+def test_linear_modules_that_see_the_same_inputs_share_their_products(checkpoint):
+    model, path = checkpoint
+    with FolderSource(path) as source:
+        tensors = [t for t in source.tensors() if len(t.info.shape) == 2]
+        statistics = gather(model, find_parameters(model, source, tensors), WINDOWS, lambda count: None)
+    keys = {name.removeprefix("model.layers.0."): one.gram for name, one in statistics.tensors.items()}
+    assert (
+        keys["self_attn.q_proj.weight"] == keys["self_attn.k_proj.weight"] == keys["self_attn.v_proj.weight"]
+    )
+    assert keys["mlp.gate_proj.weight"] == keys["mlp.up_proj.weight"] != keys["mlp.down_proj.weight"]
+    seen: list[Tensor] = []
+    hook = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, a: seen.append(a[0]))
+    with torch.no_grad():
+        for fed in WINDOWS.fed:
+            model(fed[None])
+    hook.remove()
+    x = torch.cat(seen, 1)[0]
+    gram = statistics.grams[statistics.tensors["model.layers.1.mlp.down_proj.weight"].gram]
+    torch.testing.assert_close(gram, x.T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_that_have_no_codes_are_left_out(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file(
+        {
+            "broken": torch.tensor([[torch.inf, 1.0]]),
+            "zero": torch.zeros(4, 8),
+            "half": torch.ones(3, 5).half(),
+        },
+        tmp_path / "model.safetensors",
+    )
+    with FolderSource(tmp_path) as source:
+        quantizer = Quantizer.prepare(None, source, ["broken", "zero", "half"], None)
+        assert quantizer.at(1.0).codes_of("broken") is None
+        assert not quantizer.at(1.0).codes_of("zero")[0].any()
+        codes, grid = quantizer.at(1e-9).codes_of("half")  # finer than 16 bits allow
+        assert grid.values(torch.from_numpy(codes), torch.float16).eq(1).all()
+
+
+@pytest.mark.parametrize("columns", [1, 31, 129])
+def test_feedback_keeps_products(columns: int):
+    g = torch.Generator().manual_seed(columns)
+    mixed = torch.randn(columns, columns, generator=g) * torch.logspace(0, -2, columns)[:, None]
+    x = torch.randn(600, columns, generator=g) @ mixed
+    weight = torch.randn(40, columns, generator=g)
+    grid = Grid(0.3, rows=torch.arange(120, 160, dtype=torch.uint8) // 8 + 112)
+    codes = grid_feedback(weight, grid, ErrorSpread.of(x.T @ x), torch.float32)
+    lost, of_nearest = (
+        float((x @ (grid.values(c, torch.float32) - weight).T).norm()) for c in (codes, grid.codes(weight))
+    )
+    assert lost <= of_nearest if columns == 1 else lost < 0.7 * of_nearest
+
+
+def test_without_correlation_codes_are_the_nearest():
+    weight = torch.randn(30, 24, generator=torch.Generator().manual_seed(2))
+    grid = Grid(0.1)
+    codes = grid_feedback(weight, grid, ErrorSpread.of(7.0 * torch.eye(24)), torch.bfloat16)
+    assert torch.equal(codes, grid.codes(weight))
