@@ -75,7 +75,7 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
                  f"{errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
             out.text("the target is met if the increase plus its standard error is within it")
-            _warn_of_errors(out, target, result)
+            _warn_of_errors(out, search, result)
     if solution is None:
         out.text(f"plan {result.plan}: from an earlier run")
     else:
@@ -179,21 +179,23 @@ def _limit_text(target: CompressionTarget, limit: float) -> str:
     return f"{limit:.2g}" if target.kind == "max-kld" else f"{100 * math.expm1(limit):.2g}%"
 
 
-def _warn_of_errors(out: Output, target: CompressionTarget, result: TargetResult) -> None:
+def _warn_of_errors(out: Output, search: PreparedSearch, result: TargetResult) -> None:
     """Say if it is the length of the text that decided: for the result, or for a plan refused."""
-    from neuzip.eval.plans.calibration_text import COMPARED
+    from neuzip.eval.plans.calibration_text import most_compared
 
-    assert result.comparison is not None
+    assert result.comparison is not None and search.baseline is not None
+    most = most_compared(search.request.scheme, search.baseline.device)
+    target = search.request.target
     trials = result.search.trials if result.search is not None else ()
     tried = [trial.comparison.nll_difference for trial in trials if trial.comparison is not None]
     known = [result.comparison.nll_difference, *(d for d in tried if d.value <= target.limit)]
     error = max(difference.standard_error or 0.0 for difference in known)
     if error <= target.limit / 2:
         return
-    longer = result.comparison.tokens < COMPARED
+    longer = result.comparison.tokens < most
     out.warning(
         f"{target}: the standard error is up to {100 * math.expm1(error):.3f} %, over half of the target",
-        f"give a longer --text, of up to {COMPARED:,} tokens"
+        f"give a longer --text, of up to {most:,} tokens"
         if longer
         else "longer texts are not used; allow a larger increase, or use --max-kld",
     )

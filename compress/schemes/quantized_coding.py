@@ -27,8 +27,8 @@ from neuzip.kernels.float_fields import Bits, Census, FloatFormat, cpu, non_fini
 from neuzip.kernels.float_fields.values import largest_value, to_float64
 from neuzip.kernels.grid import Grid, OutOfRange, Spread
 
-from .coded_blocks import SCRATCH, CodedBlocks, block_streams, naming_block
-from .truncated import ErrorSums, NonFinite
+from .coded_blocks import SCRATCH, CodedBlocks, block_streams, code_table, naming_block
+from .truncated import WIDENED, ErrorSums, NonFinite
 
 Codes = npt.NDArray[np.int16]
 
@@ -90,7 +90,7 @@ class Quantized:
         counted = next(parts)
         for part in parts:
             counted += part
-        table = rans.build_table(counted.exponents, counted.pairs)
+        table = code_table(counted)
 
         def code(piece: tuple[int, int]) -> rans.RansEncoded:
             symbols = shifted(codes[slice(*piece)], bits)
@@ -137,7 +137,9 @@ def spread_of(read: Read, info: TensorInfo, fmt: FloatFormat) -> Spread:
     """The spread of the rows and columns of a tensor."""
     spread = Spread(info.numel, columns_of(info))
     for piece in pieces(info.numel):
-        spread.add(to_float64(read(*piece), fmt))
+        bits = read(*piece)
+        for start in range(0, bits.size, WIDENED):
+            spread.add(to_float64(bits[start : start + WIDENED], fmt))
     return spread
 
 

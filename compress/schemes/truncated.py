@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -59,6 +59,10 @@ KEEP_ALL = "keep them all"
 """How a note ends that says why a tensor is not rounded although a rule rounds it."""
 
 BLOCK_SIZES = "a power of two from 8 to 16384"
+
+
+WIDENED = 1 << 16
+"""Weights whose errors are summed at once: as fp64 they fit into a cache of the second level."""
 
 
 class NonFinite(Exception):
@@ -208,7 +212,12 @@ class ErrorSums:
     @classmethod
     def between(cls, original: Bits, restored: Bits, fmt: FloatFormat) -> ErrorSums:
         """Errors of `restored` against `original`, both finite. In fp64, summed in a fixed order."""
-        return cls(*error_sums(to_float64(original, fmt), to_float64(restored, fmt)))
+        sums = cls()
+        for start in range(0, original.size, WIDENED):
+            part = slice(start, start + WIDENED)
+            numbers = to_float64(original[part], fmt), to_float64(restored[part], fmt)
+            sums = cls(*error_sums(*numbers, astuple(sums)))
+        return sums
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
         return ErrorSums(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuzip.choices import TargetScheme
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import split_topics
 from neuzip.eval.measures import fingerprint
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 COMPARED = 16384
 """Tokens of text on which plans are compared, if there are as many."""
 
-CALIBRATING = {"cpu": 16384, "cuda": 98304}
+COMPARED_ON_CPU = 8192
+"""As many for plans of quantised weights on a CPU: a comparison is most of the time of a trial."""
+
+CALIBRATING = {"cpu": 6144, "cuda": 98304}
 """Tokens of text that calibrate at most, by the type of the device."""
 
 LEAST = 512
@@ -64,24 +68,30 @@ class TextParts:
 
 
 def split_text(
-    path: Path, text: Text, source: str, calibration: str, device: torch.device, compared: int = COMPARED
+    path: Path,
+    text: Text,
+    source: str,
+    calibration: str,
+    device: torch.device,
+    compared: int | None = None,
 ) -> TextParts:
     """Divide text between the comparison of plans and the calibration of a checkpoint at `path`.
 
     text         the text on which plans are compared, which `source` names
     device       where the model runs
+    compared     tokens for the comparison, if the text has twice as many; by default those of `most_compared`
     calibration  "auto" for what the comparison leaves of it, "none", or another text
-    compared     tokens for the comparison, if the text has twice as many
 
     Raises UsageError if both are one text, and NeuzipError for a text that is too short.
     """
+    compared = most_compared("quantized", device) if compared is None else compared
+    most = CALIBRATING[device.type]
     if calibration == "none":
         return TextParts(compared, None)
-    most = CALIBRATING[device.type]
     if calibration == "auto" and source == DEMO:
         return TextParts(compared, _whole(path, _other_topics(), most))
     if calibration == "auto":
-        return _rest(path, text, most, compared)
+        return _rest(path, text, compared, most)
     other = read_text(calibration)
     if other.content == text.content:
         raise UsageError(
@@ -89,6 +99,11 @@ def split_text(
             "give another text, or auto, which divides `text` in two",
         )
     return TextParts(compared, _whole(path, other, most))
+
+
+def most_compared(scheme: TargetScheme, device: torch.device) -> int:
+    """Tokens on which plans of a scheme are compared at most, on a device."""
+    return COMPARED_ON_CPU if scheme == "quantized" and device.type == "cpu" else COMPARED
 
 
 def _other_topics() -> Text:
@@ -109,7 +124,7 @@ def _whole(path: Path, text: Text, most: int) -> CalibrationText:
     return CalibrationText(text.name, ids, tokenised.bos)
 
 
-def _rest(path: Path, text: Text, most: int, wanted: int) -> TextParts:
+def _rest(path: Path, text: Text, wanted: int, most: int) -> TextParts:
     """What the comparison leaves of a text: the second half, if the text is shorter than two comparisons."""
     tokenised = Tokenised(text, load_tokenizer(path))
     total = len(tokenised.ids)

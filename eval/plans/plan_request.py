@@ -64,7 +64,7 @@ class Stages:
         is_quantized = request.scheme == "quantized"
         names = {
             "sizes": not is_quantized,
-            "calibration": is_quantized and request.calibration is not None,
+            "calibration": is_quantized,
             "sensitivity": not is_quantized and request.method != "weights",
             "layers": request.drop_layers != 0,
             "trials": trials,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from neuzip.compress import Plan
-from neuzip.compress.prepared import PreparedCodes
 from neuzip.compress.rules import Rule, Scheme
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
@@ -55,11 +54,6 @@ class QuantizedMatrices:
     def count(self) -> int:
         """Number of tensors, those included that are stored as another one."""
         return len(self.tensors) + sum(map(len, self.aliases.values()))
-
-    def grids(self, prepared: PreparedCodes) -> dict[str, Grid]:
-        """The grids of the tensors that have codes, by name."""
-        chosen = {tensor.name: prepared.codes_of(tensor.name) for tensor in self.tensors}
-        return {name: pair[1] for name, pair in chosen.items() if pair is not None}
 
     def rules(self, grids: Mapping[str, Grid], rules: Iterable[Rule]) -> tuple[Rule, ...]:
         """Rules that quantise the tensors with grids, before the first of `rules` that says lossless."""

@@ -21,8 +21,9 @@ from neuzip.compress.sources.folder import FolderSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 from neuzip.eval.layers.drops import folder_beside
-from neuzip.eval.measures.comparison import BaselineComparison, NotFinite
+from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage
 from neuzip.eval.measures.estimates import Estimate
+from neuzip.eval.plans.held_codes import HeldCodes
 from neuzip.eval.plans.plan_request import Stages, TargetRequest
 from neuzip.eval.plans.plan_trials import SearchResult, Trial
 from neuzip.eval.plans.quantized_matrices import FINEST, QuantizedMatrices, step_within
@@ -90,8 +91,10 @@ class QuantizedPlanner:
         matrices: QuantizedMatrices,
         baseline: BaselineComparison | None,
         stages: Stages,
+        workers: Workers,
     ) -> None:
-        self._request, self._matrices = request, matrices
+        self._request, self._matrices, self._workers = request, matrices, workers
+        self._held: tuple[float, HeldCodes] | None = None
         self._baseline, self._stages, self._stage = baseline, stages, stages.at("trials")
         self._attempts = 0
 
@@ -103,7 +106,7 @@ class QuantizedPlanner:
         """A planner, as long as the checkpoint is open. Raises NeuzipError for one without matrices."""
         with FolderSource(request.src) as source, Workers(request.jobs) as workers:
             plan = make_plan(source, request.rules, workers, predict=True)
-            yield cls(request, QuantizedMatrices.of(source, plan), baseline, stages)
+            yield cls(request, QuantizedMatrices.of(source, plan), baseline, stages, workers)
 
     @cached_property
     def _quantizer(self) -> Quantizer:
@@ -123,11 +126,12 @@ class QuantizedPlanner:
         calibration = self._request.calibration
         if calibration is None:
             return ["codes: weights rounded to nearest"]
-        return [f"codes: error feedback from {calibration.name}; --plan with this file rounds to nearest"]
+        return [f"codes: error feedback from {calibration.name}; the rules alone round to nearest"]
 
     def prepared(self, step: float, key: str) -> PlannedCodes:
         """The codes of the plan with a mean step that the search with this key has found."""
-        return PlannedCodes(f"{key} {step.hex()}", self._quantizer.at(step))
+        codes = self._codes(step, self._stages.at("result"), "quantise")
+        return PlannedCodes(f"{key} {step.hex()}", codes)
 
     def best(self) -> SearchResult:
         """The plan that reaches the target, by trials. Raises OutOfReach for a size that none reaches."""
@@ -155,7 +159,8 @@ class QuantizedPlanner:
         if step == 0:
             return self._result(self._nothing_lost(), (), 0)
         trial = Trial(self._divergence(step), self._expected(step), None, step)
-        return self._result(_Tried(trial, self._matrices.grids(self._quantizer.at(step))), (), 0)
+        codes = self._codes(step, self._stages.show, "quantise")
+        return self._result(_Tried(trial, codes.grids), (), 0)
 
     @property
     def _is_lossless(self) -> bool:
@@ -222,9 +227,10 @@ class QuantizedPlanner:
 
     def _written(self, step: float) -> _Tried:
         """Compress with the codes of a step in a folder beside DST, which counts their bytes."""
-        request, codes = self._request, self._quantizer.at(step)
+        request = self._request
         self._attempts += 1
-        grids = self._matrices.grids(codes)
+        codes = self._codes(step, self._stage, f"trial {self._attempts}: quantise")
+        grids = codes.grids
         label = f"trial {self._attempts}: compress"
         with (
             folder_beside(request.dst, "trial") as folder,
@@ -243,15 +249,26 @@ class QuantizedPlanner:
         if step == 0:
             return Estimate(0.0, None), self._nothing_lost()
         self._attempts += 1
-        weights = model.take(self._quantizer.at(step))
+        codes = self._codes(step, self._stage, f"trial {self._attempts}: quantise")
+        checksums = model.take(codes)
         comparison, estimate = None, Estimate(math.inf, None)
         label = f"trial {self._attempts}: compare"
         with suppress(NotFinite), self._stage(label, self._baseline.tokens, "tokens") as advance:
             comparison = self._baseline.compare(model.headed, advance)
             estimate = value_of(self._request.target.kind, comparison)
         trial = Trial(self._divergence(step), self._expected(step), comparison, step)
-        measured = None if comparison is None else MeasuredWeights(weights.checksums, comparison)
-        return estimate, _Tried(trial, weights.grids, measured)
+        measured = None if comparison is None else MeasuredWeights(checksums, comparison)
+        return estimate, _Tried(trial, codes.grids, measured)
+
+    def _codes(self, step: float, stage: Stage, label: str) -> HeldCodes:
+        """The codes of a step. Those of the last step are held."""
+        if self._held is None or self._held[0] != step:
+            self._held = None
+            weights = sum(tensor.info.numel for tensor in self._matrices.tensors)
+            with stage(label, weights, "weights") as advance:
+                codes = HeldCodes.of(self._quantizer.at(step), self._matrices.tensors, self._workers, advance)
+            self._held = step, codes
+        return self._held[1]
 
     def _nothing_lost(self) -> _Tried:
         return _Tried(Trial(0.0, self._matrices.lossless, None), {})

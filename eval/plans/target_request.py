@@ -142,9 +142,7 @@ def prepare_search(
     baseline, calibrating = None, None
     if document is not None:
         assert text is not None
-        baseline, calibrating = _loaded(
-            src, document, text, calibration if scheme == "quantized" else "none", device
-        )
+        baseline, calibrating = _loaded(src, document, text, scheme, calibration, device)
     method = _method(sensitivity, baseline, scheme, calibrating)
     request = TargetRequest(
         src, dst, target, method, tuple(rules), block_size, choose(device, weight_bytes(src)), jobs,
@@ -154,14 +152,16 @@ def prepare_search(
 
 
 def _loaded(
-    src: Path, document: Text, text: str, calibration: str, device: AnyDevice
+    src: Path, document: Text, text: str, scheme: TargetScheme, calibration: str, device: AnyDevice
 ) -> tuple[BaselineComparison, CalibrationText | None]:
     """The original, loaded, beside a text or a part of it, and what calibrates. `text` names the document."""
     from neuzip.eval.measures.comparison import BaselineComparison
-    from neuzip.eval.plans.calibration_text import split_text
+    from neuzip.eval.plans.calibration_text import COMPARED, TextParts, split_text
     from neuzip.runtime.devices import choose_device
 
-    parts = split_text(src, document, text, calibration, choose_device(device))
+    parts = TextParts(COMPARED, None)
+    if scheme == "quantized":
+        parts = split_text(src, document, text, calibration, choose_device(device))
     return BaselineComparison(src, document, max_tokens=parts.compared, device=device), parts.calibration
 
 

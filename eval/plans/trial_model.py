@@ -19,7 +19,6 @@ from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.quantize.checkpoint_parameters import find_parameters
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.container import Container
-from neuzip.kernels.grid import Grid
 from neuzip.runtime.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -43,14 +42,6 @@ class MeasuredWeights:
         return all(stored.get(name) == checksum for name, checksum in self.checksums.items())
 
 
-@dataclass(frozen=True, eq=False)
-class TakenWeights:
-    """Checksums and grids of restored tensors, by name."""
-
-    checksums: dict[str, str]
-    grids: dict[str, Grid]
-
-
 class TrialModel:
     """A copy of a loaded model, to be given the weights of plans.
 
@@ -64,9 +55,12 @@ class TrialModel:
         self.unplaced = len(tensors) - len(self._places)
 
     @torch.no_grad()
-    def take(self, prepared: PreparedCodes) -> TakenWeights:
-        """Compute with the weights that codes stand for; a tensor without codes stays as it is."""
-        checksums, grids = {}, {}
+    def take(self, prepared: PreparedCodes) -> dict[str, str]:
+        """Compute with the weights that codes stand for; a tensor without codes stays as it is.
+
+        Returns checksums of the restored tensors by name.
+        """
+        checksums = {}
         for tensor in self._tensors:
             chosen = prepared.codes_of(tensor.name)
             if chosen is None:
@@ -74,10 +68,10 @@ class TrialModel:
             codes, grid = chosen
             values = grid.values(torch.from_numpy(codes), TORCH_DTYPES[tensor.info.dtype])
             values = values.view(tensor.info.shape)
-            checksums[tensor.name], grids[tensor.name] = _checksum(values), grid
+            checksums[tensor.name] = _checksum(values)
             if tensor.name in self._places:
                 self._places[tensor.name].values.copy_(values)
-        return TakenWeights(checksums, grids)
+        return checksums
 
 
 def _checksum(values: torch.Tensor) -> str:

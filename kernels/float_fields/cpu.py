@@ -120,12 +120,8 @@ def round_mantissa(bits, drop, largest, sign_shift, out):  # type: ignore[no-unt
 
 
 @compiled
-def error_sums(original, restored):  # type: ignore[no-untyped-def]
-    largest = 0.0
-    relative_squares = 0.0
-    squares = 0.0
-    original_squares = 0.0
-    nonzero = 0
+def error_sums(original, restored, before):  # type: ignore[no-untyped-def]
+    largest, relative_squares, nonzero, squares, original_squares = before
     for i in range(original.size):
         a = original[i]
         d = restored[i] - a

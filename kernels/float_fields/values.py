@@ -23,15 +23,21 @@ def to_float64(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.float64]:
     return _fp8_values(fmt)[bits]
 
 
+Sums = tuple[float, float, int, float, float]
+
+
 def error_sums(
-    original: npt.NDArray[np.float64], restored: npt.NDArray[np.float64]
-) -> tuple[float, float, int, float, float]:
+    original: npt.NDArray[np.float64],
+    restored: npt.NDArray[np.float64],
+    before: Sums = (0.0, 0.0, 0, 0.0, 0.0),
+) -> Sums:
     """How far `restored` is from `original`, both finite: what the errors of a tensor are made of.
 
     The largest |relative error|, the sum of its squares, the number of non-zero originals, and the sums of
     the squares of differences and originals. Added from first to last: every machine gets the same sums.
+    They go on from those of the numbers `before`.
     """
-    return cpu.error_sums(original, restored)  # type: ignore[no-any-return]
+    return cpu.error_sums(original, restored, before)  # type: ignore[no-any-return]
 
 
 def scale(bits: Bits, factors: npt.NDArray[np.float64], fmt: FloatFormat, divide: bool = False) -> Bits:

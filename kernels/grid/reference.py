@@ -18,6 +18,9 @@ MIN_CODE, MAX_CODE = -(1 << 15), (1 << 15) - 1
 ONE = 0x80
 """The factor byte of 1."""
 
+AT_A_TIME = 1 << 18
+"""Weights of a rectangle on a CPU: as fp32 they fit into a cache of the second level."""
+
 
 class OutOfRange(NeuzipError):
     """A step that is too small for the weights of a tensor, or too large for its dtype."""
@@ -112,22 +115,27 @@ class Grid:
 
     def values_between(self, codes: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The weights that codes [n] stand for: weights `start` to `start + n` of a tensor of a shape."""
-        steps = self._steps_between(start, start + codes.numel(), shape, codes.device)
-        return (codes.to(torch.float32) * steps).to(dtype)
+        out = torch.empty(codes.numel(), dtype=dtype, device=codes.device)
+        for part, size, steps in self._parts(start, start + codes.numel(), shape, codes.device):
+            out[part].view(size).copy_(codes[part].view(size).to(torch.float32) * steps)
+        return out
 
     def codes_between(self, weights: Tensor, start: int, shape: Sequence[int]) -> Tensor:
         """The codes (int16) of weights [n], which are weights `start` to `start + n` of a tensor of a shape.
 
         Raises OutOfRange as `codes` does.
         """
-        steps = self._steps_between(start, start + weights.numel(), shape, weights.device)
-        codes = (weights.to(torch.float32) / steps).round_()
-        if not bool(((codes >= MIN_CODE) & (codes <= MAX_CODE)).all()):
-            raise OutOfRange(
-                f"weights need codes beyond {MIN_CODE} to {MAX_CODE} with the step {self.step:.6g}",
-                "give a larger step",
-            )
-        return codes.to(torch.int16)
+        out = torch.empty(weights.numel(), dtype=torch.int16, device=weights.device)
+        for part, size, steps in self._parts(start, start + weights.numel(), shape, weights.device):
+            codes = (weights[part].view(size).to(torch.float32) / steps).round_()
+            least, most = codes.aminmax()
+            if not bool((least >= MIN_CODE) & (most <= MAX_CODE)):  # NaN is neither
+                raise OutOfRange(
+                    f"weights need codes beyond {MIN_CODE} to {MAX_CODE} with the step {self.step:.6g}",
+                    "give a larger step",
+                )
+            out[part].view(size).copy_(codes)
+        return out
 
     def rows_and_columns(self, shape: Sequence[int]) -> tuple[int, int]:
         """The rows and columns of a tensor of a shape. Raises ValueError if the factors are not as many."""
@@ -148,26 +156,37 @@ class Grid:
             steps = steps * factors(self.rows[rows])[:, None]
         return steps if self.columns is None else steps * factors(self.columns[columns])
 
-    def _steps_between(self, start: int, stop: int, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Steps of weights `start` to `stop`: [stop - start], or one for all, [1]."""
+    def _parts(
+        self, start: int, stop: int, shape: Sequence[int], device: torch.device
+    ) -> Iterator[tuple[slice, tuple[int, int], Tensor]]:
+        """Weights `start` to `stop` in rectangles.
+
+        Yields for each the slice of them that it is, its rows and columns, and its steps [rows or 1, columns
+        or 1].
+        """
         _, columns = self.rows_and_columns(shape)
-        if (self.rows is None and self.columns is None) or start == stop:
-            return torch.full((1,), self.step, dtype=torch.float32, device=device)
-        return torch.cat([
-            self._product(slice(a, b), slice(c, d), device).expand(b - a, d - c).flatten()
-            for a, b, c, d in _rectangles(start, stop, columns)
-        ])  # fmt: skip
+        if self.rows is None and self.columns is None:
+            columns = max(1, stop)  # no need to look where rows end
+        most = AT_A_TIME if device.type == "cpu" else max(1, stop - start)
+        at = 0
+        for a, b, c, d in _rectangles(start, stop, columns, most):
+            size = (b - a, d - c)
+            yield slice(at, at + math.prod(size)), size, self._product(slice(a, b), slice(c, d), device)
+            at += math.prod(size)
 
 
-def _rectangles(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """Weights `start` to `stop` as up to three rectangles: rows a to b, columns c to d."""
+def _rectangles(start: int, stop: int, columns: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Weights `start` to `stop` in order, as rows a to b of columns c to d, of at most `most` weights each.
+
+    A rectangle is a part of one row, or some whole rows.
+    """
     while start < stop:
         row, column = divmod(start, columns)
-        if column or stop - start < columns:
-            end = min(columns, column + stop - start)
+        rows = min(stop - start, most) // columns
+        if column or not rows:
+            end = min(columns, column + stop - start, column + most)
             yield row, row + 1, column, end
             start += end - column
         else:
-            last = stop // columns
-            yield row, last, 0, columns
-            start = last * columns
+            yield row, row + rows, 0, columns
+            start += rows * columns

@@ -104,7 +104,7 @@ def test_a_text_is_divided_between_comparison_and_calibration():
 
 
 def test_of_a_long_text_the_comparison_takes_what_it_needs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibration_text, "COMPARED", 600)
+    monkeypatch.setattr(calibration_text, "COMPARED_ON_CPU", 600)
     monkeypatch.setitem(calibration_text.CALIBRATING, "cpu", 700)
     parts = split_text(CHECKPOINT, long_text(1000), "made-up.txt", "auto", CPU)
     assert parts.compared == 600 and parts.calibration is not None
@@ -167,6 +167,9 @@ def test_a_prediction_that_is_off_is_corrected(small: Path, tmp_path: Path, monk
     assert 0.99 * target.limit <= made.report.stored_weight_bytes <= target.limit
 
 
+WORKS = ("quantise", "compare")
+
+
 def test_a_divergence_is_reached_by_trials_without_a_file(
     small: Path, baseline: BaselineComparison, tmp_path: Path
 ):
@@ -183,8 +186,9 @@ def test_a_divergence_is_reached_by_trials_without_a_file(
     trials = len(made.search.trials)
     assert trials <= 5
     assert labels == [
-        *(f"stage 1 of 2, trial {n}: compare" for n in range(1, trials + 1)),
-        "stage 2 of 2, compress",  # and not measured again: the weights are those of the last trial
+        "stage 1 of 3, steps",
+        *(f"stage 2 of 3, trial {n}: {work}" for n in range(1, trials + 1) for work in WORKS),
+        "stage 3 of 3, compress",  # and not measured again: the weights are those of the last trial
     ]
     assert made.comparison == baseline.run(tmp_path / "a").comparison
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.plan.toml"]
