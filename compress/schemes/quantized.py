@@ -21,7 +21,7 @@ from neuzip.kernels.float_fields import Bits, non_finite
 from neuzip.kernels.float_fields.values import normal_fp32
 
 from .codec import Codec, Declined, EncodedTensor, GridCoding, StoredTensor, TensorInput, checksums, register
-from .coded_blocks import expected_block_bytes
+from .coded_blocks import expected_code_bytes
 from .lossless import CODEC as LOSSLESS_CODEC
 from .raw import RAW, without_coding
 from .truncated import NonFinite
@@ -78,7 +78,7 @@ class QuantizedCodec(Codec[QuantizedRecord]):
         bits = coding.code_bits(int(codes.min()), int(codes.max()))
         counted = coding.count(coding.shifted(codes, bits), bits)
         grid = coding.grid_length(tensor.info, rows=scheme.row_factors, columns=scheme.column_factors)
-        return min(exact, expected_block_bytes(counted, tensor.numel) + padded(grid))
+        return min(exact, expected_code_bytes(counted, tensor.numel) + padded(grid))
 
     def encode(self, tensor: TensorInput, scheme: Scheme) -> EncodedTensor:
         """Record and streams. Raises Declined for weights without codes, or that take no less."""

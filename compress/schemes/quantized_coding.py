@@ -27,7 +27,7 @@ from neuzip.kernels.float_fields import Bits, Census, FloatFormat, cpu, non_fini
 from neuzip.kernels.float_fields.values import largest_value, to_float64
 from neuzip.kernels.grid import Grid, OutOfRange, Spread
 
-from .coded_blocks import SCRATCH, CodedBlocks, block_streams, naming_block
+from .coded_blocks import SCRATCH, CodedBlocks, block_streams, code_table, naming_block
 from .truncated import WIDENED, ErrorSums, NonFinite
 
 Codes = npt.NDArray[np.int16]
@@ -90,7 +90,7 @@ class Quantized:
         counted = next(parts)
         for part in parts:
             counted += part
-        table = rans.build_table(counted.exponents, counted.pairs)
+        table = code_table(counted)
 
         def code(piece: tuple[int, int]) -> rans.RansEncoded:
             symbols = shifted(codes[slice(*piece)], bits)

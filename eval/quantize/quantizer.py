@@ -18,7 +18,7 @@ from torch import Tensor
 
 from neuzip.compress.pieces import padded
 from neuzip.compress.prepared import Codes
-from neuzip.compress.schemes.coded_blocks import expected_block_bytes
+from neuzip.compress.schemes.coded_blocks import expected_code_bytes
 from neuzip.compress.schemes.quantized_coding import code_bits, count, grid_length, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
@@ -93,7 +93,7 @@ class CalibratedTensor:
         codes = sampled.clamp_(MIN_CODE, MAX_CODE).to(torch.int16).numpy()
         bits = code_bits(int(codes.min()), int(codes.max()))
         grid = grid_length(info, rows=self.rows is not None, columns=False)
-        return expected_block_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
+        return expected_code_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,27 +17,40 @@ READ THIS FIRST. Six things surprise:
    `packed_linear`: slot 4 g + 2 h + e of word 4 t + q is column 128 t + 16 g + 8 h + 2 q + e. So threads of a
    matrix instruction unpack what they have to give to it.
 
-5. A field lies whole in a word, so a thread needs one instruction for it: with the exponent of 2^(23 - b)
-   above its bits it is the fp32 number 2^(23 - b) + u, where b is its lowest bit. What is left over at the
-   top of the words, the *spare* bits, is one word more when they are put side by side:
+5. A field lies whole in half a word, those of slots 2 j and 2 j + 1 at the same place of both halves: a pair.
+   What is left over at the top of the halves, the *spare* bits, is a word or two more when they are put side
+   by side:
 
-       width    fields in a word    spare bits    of all words together
-       4        8                   0
-       5        6                   2             10 bits, 2 fields
-       6        5                   2             12 bits, 2 fields
-       7        4                   4             28 bits, 4 fields
-       8        4                   0
+       width    fields in half a word    spare bits    of all words together
+       4        4                        0
+       5        3                        1             a word of 1 pair
+       6        2                        4             two words of 2 pairs, one of each three words
+       7        2                        2             a word of 2 pairs
+       8        2                        0
 
-6. Each row has its step in fp32, step * row factor, and columns have their factors in fp32, in the order of
-   the slots, where the grid has any. So a weight is the container's: its step is the product of both, rounded
-   to fp32, its value the product of that and the code, rounded to fp32 and then to the dtype.
+6. A weight is made in one of two ways, and comes out as the container's in both: its step is the product of
+   the grid's step, the row's factor and the column's, rounded to fp32 twice; its value is code * step, rounded
+   to fp32 and then to the dtype.
+
+   a. Of bf16, up to 7 bits a code, without column factors: by pairs, in bf16 arithmetic. The bits 0x4300
+      above a field make the number 128 + u of it. Less 128 and the bias that is the code, and
+
+          fma(code, first, code * second)
+
+      is the weight, where `first` and `second` are two bf16 numbers of the row. Packing tries candidates for
+      them until all codes come out right, as they do for all steps that were tried. Codes that do not are
+      escapes; if more than 1 weight in 2,048 were, the tensor takes the other way.
+
+   b. Else in fp32. With the exponent of 2^(23 - b) above its bits a field is the number 2^(23 - b) + u, where
+      b is its lowest bit. Less 2^(23 - b) and the bias that is the code. The step of a row is a number of fp32,
+      and so is the factor of a column; those are stored in the order of the slots.
 
 A row of K weights has C = ceil(K / 32) words of each plane, and rows are filled up to tiles of 16:
 
     words [tiles, width, C, 8, 2]        row 16 t + r + 8 h has its words at [t, plane, c, r, h]
 
-Slot s is field s mod f of word s // f, where f fields lie in a word; word `width` is that of the spare bits,
-those of the first word uppermost.
+With f fields in half a word, pair j is field j mod f of word j // f. Words from `width` on are those of the
+spare bits, those of the first word uppermost.
 
 The escapes of row r are those from row_start[r] to row_start[r + 1], ascending by column.
 
@@ -53,7 +66,7 @@ The escapes of row r are those from row_start[r] to row_start[r + 1], ascending 
 from __future__ import annotations
 
 from neuzip.kernels.grid_linear.form import WIDTHS, CodeFields, best_width
-from neuzip.kernels.grid_linear.pack import pack
+from neuzip.kernels.grid_linear.packing import pack
 from neuzip.kernels.grid_linear.reference import decode, matmul
 from neuzip.kernels.grid_linear.tensor import GridTensor
 

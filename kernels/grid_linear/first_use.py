@@ -75,6 +75,7 @@ def _first_tile(packed: GridTensor) -> GridTensor:
         shape=(len(starts) - 1, packed.shape[1]),
         words=packed.words[:1].cpu(),
         row_steps=packed.row_steps[:TILE_ROWS].cpu(),
+        row_terms=packed.row_terms[:TILE_ROWS].cpu(),
         column_factors=packed.column_factors.cpu(),
         row_start=starts,
         escapes=packed.escapes[: int(starts[-1])].cpu(),

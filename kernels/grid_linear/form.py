@@ -53,31 +53,49 @@ class CodeFields:
         return 1 << (self.width - 1)
 
     @property
-    def in_word(self) -> int:
-        """Fields that lie whole in a word.
+    def in_half(self) -> int:
+        """Fields that lie whole in half a word.
 
-        >>> [CodeFields(width).in_word for width in WIDTHS]
-        [8, 6, 5, 4, 4]
+        >>> [CodeFields(width).in_half for width in WIDTHS]
+        [4, 3, 2, 2, 2]
         """
-        return 32 // self.width
+        return 16 // self.width
 
     @property
     def spare(self) -> int:
-        """Uppermost bits of a word that no field of its own has: together they are one word more.
+        """Uppermost bits of half a word that no field of its own has.
 
         >>> [CodeFields(width).spare for width in WIDTHS]
-        [0, 2, 2, 4, 0]
+        [0, 1, 4, 2, 0]
         """
-        return 32 - self.in_word * self.width
+        return 16 - self.in_half * self.width
+
+    @property
+    def spare_words(self) -> int:
+        """Words that the spare bits are when they are put side by side: of width / spare_words words each.
+
+        >>> [CodeFields(width).spare_words for width in WIDTHS]
+        [0, 1, 2, 1, 0]
+        """
+        return -(-self.spare * self.width // 16)
 
     def place(self, slot: int) -> tuple[int, int]:
-        """The word of a slot, and the lowest bit of its field there. Word `width` is that of the spare bits.
+        """The word of a slot, and the lowest bit of its field there. From word `width` on they are spare.
 
-        >>> CodeFields(5).place(7), CodeFields(5).place(31)
-        ((1, 5), (5, 5))
+        >>> CodeFields(5).place(2), CodeFields(5).place(3), CodeFields(5).place(31)
+        ((0, 5), (0, 21), (5, 16))
         """
-        word, field = divmod(slot, self.in_word)
-        return word, field * self.width
+        word, field = divmod(slot // 2, self.in_half)
+        return word, field * self.width + slot % 2 * 16
+
+    def spare_bits(self, word: int) -> tuple[int, int]:
+        """Which spare word has the spare bits of a word, and from which bit of each half on.
+
+        >>> CodeFields(6).spare_bits(0), CodeFields(6).spare_bits(5)
+        ((6, 8), (7, 0))
+        """
+        each = self.width // self.spare_words
+        return self.width + word // each, self.spare * (each - 1 - word % each)
 
 
 def word_count(columns: int) -> int:

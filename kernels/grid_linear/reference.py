@@ -14,10 +14,11 @@ def codes(packed: GridTensor, rows: Tensor) -> Tensor:
     columns, fields = packed.shape[1], packed.fields
     words = packed.words[rows // TILE_ROWS, :, :, rows % 8, rows % TILE_ROWS // 8].to(torch.int64)
     words &= (1 << 32) - 1  # [rows, width, groups]
-    spare = torch.zeros_like(words[:, 0])
-    for word in words.unbind(1):
-        spare = spare << fields.spare | word >> 32 - fields.spare
-    all_words = [*words.unbind(1), spare]
+    all_words = [*words.unbind(1)] + [torch.zeros_like(words[:, 0])] * fields.spare_words
+    for i, word in enumerate(words.unbind(1) if fields.spare else ()):
+        to, bit = fields.spare_bits(i)
+        ones = ((1 << fields.spare) - 1) * 0x10001
+        all_words[to] = all_words[to] | (word >> 16 - fields.spare & ones) << bit
     places = [fields.place(slot) for slot in range(SLOTS)]
     by_slot = torch.stack([all_words[word] >> bit for word, bit in places], -1) & (1 << packed.width) - 1
     order = columns_of_slots(columns).to(words.device)

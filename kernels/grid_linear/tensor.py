@@ -12,10 +12,15 @@ from torch import Tensor
 from neuzip.kernels.device.counters import reserve_counters
 from neuzip.kernels.grid_linear.form import TILE_ROWS, TURN, CodeFields, word_count
 
-ARRAYS = ("words", "row_steps", "column_factors", "row_start", "escapes")
+ARRAYS = ("words", "row_steps", "row_terms", "column_factors", "row_start", "escapes")
 """The tensors of a GridTensor."""
 
 T = TypeVar("T")
+
+
+def can_have_terms(dtype: torch.dtype, width: int, has_columns: bool) -> bool:
+    """Whether bf16 arithmetic may make the weights: up to 7 bits a code, and no factors of columns."""
+    return dtype == torch.bfloat16 and width <= 7 and not has_columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +29,7 @@ class GridTensor:
 
     words           int32 [tiles, width, groups, 8, 2]
     row_steps       fp32 [16 tiles]: the step times the factor of each row, 0 for rows that only fill a tile
+    row_terms       int32 [16 tiles, 2]: these as two bf16 numbers each, in pairs; [0, 2] if they are not used
     column_factors  fp32 [128 turns]: by slot; [0] where all are 1
     row_start       int32 [out + 1]
     escapes         int32 [escapes], with the bits of uint32
@@ -34,6 +40,7 @@ class GridTensor:
     width: int
     words: Tensor
     row_steps: Tensor
+    row_terms: Tensor
     column_factors: Tensor
     row_start: Tensor
     escapes: Tensor
@@ -50,10 +57,11 @@ class GridTensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         factors = -(-columns // TURN) * TURN if has_columns else 0
+        terms = tiles * TILE_ROWS if can_have_terms(dtype, width, has_columns) else 0
         return cls(
             (out, columns), dtype, width, numbers(tiles, width, groups, 8, 2),
-            numbers(tiles * TILE_ROWS, dtype=torch.float32), numbers(factors, dtype=torch.float32),
-            numbers(out + 1), numbers(1),
+            numbers(tiles * TILE_ROWS, dtype=torch.float32), numbers(terms, 2),
+            numbers(factors, dtype=torch.float32), numbers(out + 1), numbers(1),
         )  # fmt: skip
 
     def once(self, name: str, make: Callable[[GridTensor], T]) -> T:
@@ -81,6 +89,11 @@ class GridTensor:
     def has_columns(self) -> bool:
         """Whether columns have factors."""
         return self.column_factors.numel() > 0
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether weights are made by bf16 arithmetic."""
+        return self.row_terms.numel() > 0
 
     def wait(self) -> None:
         """Wait until the arrays are there: products read them before the previous kernel has ended (PDL).

@@ -31,6 +31,7 @@ class GridWeight(CompressedWeight):
     parts = ()
     words: Tensor
     row_steps: Tensor
+    row_terms: Tensor
     column_factors: Tensor
     row_start: Tensor
     escapes: Tensor

@@ -20,13 +20,15 @@ from neuzip.compress.ranks import Ranks
 from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan_file
 from neuzip.compress.schemes import codec_for
 from neuzip.compress.schemes.codec import TensorInput
-from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, shifted
+from neuzip.compress.schemes.coded_blocks import code_table, expected_code_bytes
+from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, count, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.container import Container
 from neuzip.formats.hub.push_plan import plan_push
 from neuzip.formats.manifest import check_requirements
 from neuzip.formats.safetensors_file import TensorInfo
+from neuzip.kernels import rans
 from neuzip.kernels.grid import Grid, Spread, factor_bytes
 from neuzip.runtime.read_gpu import read_on
 
@@ -219,6 +221,21 @@ def test_sizes_are_predicted() -> None:
     assert codec.predict(tensor, STEP) == pytest.approx(codec.encode(tensor, STEP).nbytes, rel=0.01)
     fine = replace(STEP, step=1e-9)
     assert codec.predict(tensor, fine) == codec_for(Scheme()).predict_exact(tensor)
+
+
+@pytest.mark.parametrize(("share", "group"), [(2.5, 1), (2.0, 2)])
+def test_pairs_are_coded_unless_single_codes_take_less(share: float, group: int) -> None:
+    """Of Gaussian weights with 2.5 steps a standard deviation, many pairs are rarer than a table can say."""
+    codes = (weights(1 << 18, dtype=torch.float32) * share).round().to(torch.int16).numpy()
+    bits = code_bits(int(codes.min()), int(codes.max()))
+    counted = count(shifted(codes, bits), bits)
+    table = code_table(counted)
+    assert table.group == group
+    shares = counted.exponents[counted.exponents > 0] / codes.size
+    entropy = -(shares * np.log2(shares)).sum()
+    words = rans.encode(shifted(codes, bits), table).words.nbytes
+    assert 8 * words / codes.size < entropy + 0.04
+    assert expected_code_bytes(counted, codes.size) == pytest.approx(words, rel=0.01)
 
 
 def test_codes_have_the_least_bits_that_hold_them() -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.grid_linear.tensor import GridTensor
-from neuzip.kernels.grid_linear.triton.words import load_factors, weights_of, with_spare
+from neuzip.kernels.grid_linear.triton.words import load_factors, load_step, weights_of, with_spare
 from neuzip.kernels.packed_linear.triton.slots import columns_of_word
 from neuzip.kernels.tuning import launch_for
 
@@ -36,11 +36,11 @@ def _decode(packed: GridTensor, start: int, ids: torch.Tensor | None, dense: tor
     half = packed.dtype == torch.float16
     launch(
         _decode_rows, (triton.cdiv(count, 16), triton.cdiv(lanes, config["words"])),
-        dense.view(torch.int16), packed.words, packed.row_steps, packed.column_factors, packed.row_start,
-        packed.escapes, ids, start, count, packed.shape[0], columns, lanes, WORDS=config["words"],
-        WIDTH=packed.width, COLUMNS=packed.has_columns, HALF=half, COMPILED=is_compiled(_decode_rows),
-        PAIRS=columns % 2 == 0 and dense.data_ptr() % 4 == 0, WARPS=config["warps"],
-        num_warps=config["warps"], device=packed.device,
+        dense.view(torch.int16), packed.words, packed.row_steps, packed.row_terms, packed.column_factors,
+        packed.row_start, packed.escapes, ids, start, count, packed.shape[0], columns, lanes,
+        WORDS=config["words"], WIDTH=packed.width, TERMS=packed.has_terms, COLUMNS=packed.has_columns,
+        HALF=half, COMPILED=is_compiled(_decode_rows), PAIRS=columns % 2 == 0 and dense.data_ptr() % 4 == 0,
+        WARPS=config["warps"], num_warps=config["warps"], device=packed.device,
     )  # fmt: skip
 
 
@@ -49,8 +49,8 @@ def _decode(packed: GridTensor, start: int, ids: torch.Tensor | None, dense: tor
     do_not_specialize_on_alignment=["dense", "row_start", "escapes", "ids"],
 )
 def _decode_rows(
-    dense, words, row_steps, column_factors, row_start, escapes, ids, start, count, N, K, C,
-    WORDS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    dense, words, row_steps, row_terms, column_factors, row_start, escapes, ids, start, count, N, K, C,
+    WORDS: tl.constexpr, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
     COMPILED: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """16 rows of `dense`, and the columns of WORDS words, a multiple of 4, of each."""
@@ -67,7 +67,7 @@ def _decode_rows(
         n = tl.load(ids + place, mask=here, other=0)
         known = here & (n >= 0) & (n < N)
         n = tl.where(known, n, 0).to(tl.int32)
-    step = tl.load(row_steps + n)
+    step = load_step(row_steps, row_terms, n, TERMS)
     at = (n // 16).to(tl.int64) * (WIDTH * C * 16) + n % 8 * 2 + n % 16 // 8
     to = dense + place.to(tl.int64) * K
     begin = tl.program_id(1) * WORDS
@@ -82,7 +82,7 @@ def _decode_rows(
         factors = load_factors(column_factors, tl.minimum(c, C - 1), COLUMNS)
         column, whole = columns_of_word(c, C)
         for g in tl.static_range(8):
-            pairs = weights_of(group, step, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+            pairs = weights_of(group, step, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
             for half in tl.static_range(2):
                 k = column + tl.where(whole, 16 * g + 8 * half, 4 * g + 2 * half)
                 pair = tl.where(known, pairs[half], 0x7E007E00 if HALF else 0x7FC07FC0)

@@ -20,7 +20,7 @@ from neuzip.kernels.device.mma_fragments import multiply
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.device.reduce import sum_rows
 from neuzip.kernels.grid_linear.tensor import GridTensor
-from neuzip.kernels.grid_linear.triton.words import load_factors, weights_of, with_spare
+from neuzip.kernels.grid_linear.triton.words import load_factors, load_step, weights_of, with_spare
 from neuzip.kernels.packed_linear.triton.linear import behind, load_pairs
 from neuzip.kernels.packed_linear.triton.words import escapes_of_row, load_escape, load_words
 from neuzip.kernels.tuning import launch_for
@@ -71,26 +71,28 @@ def _prepared(packed: GridTensor, one_row: OneRowLaunch | None, has_bias: bool) 
     warps, ahead, registers = one_row or one_row_launch(tiles, lanes, packed.has_columns, packed.device)
     turns = triton.cdiv(lanes, 4 * warps)
     return PreparedLaunch(
-        _one_row, FREE, FREE, FREE, packed.words, packed.row_steps, packed.column_factors, packed.row_start,
-        packed.escapes, FREE, packed.shape[0],
+        _one_row, FREE, FREE, FREE, packed.words, packed.row_steps, packed.row_terms,
+        packed.column_factors, packed.row_start, packed.escapes, FREE, packed.shape[0],
         W=warps, TURNS=turns, AHEAD=min(ahead, turns), EVEN=lanes % (4 * warps) == 0, BIAS=has_bias, C=lanes,
-        WIDTH=packed.width, COLUMNS=packed.has_columns, HALF=packed.dtype == torch.float16,
-        COMPILED=is_compiled(_one_row), num_warps=warps, maxnreg=registers, pdl=True, device=packed.device,
+        WIDTH=packed.width, TERMS=packed.has_terms, COLUMNS=packed.has_columns,
+        HALF=packed.dtype == torch.float16, COMPILED=is_compiled(_one_row), num_warps=warps,
+        maxnreg=registers, pdl=True, device=packed.device,
     )  # fmt: skip
 
 
 @triton.jit
 def _multiply_next(
     coming, factors, pairs, sums, step_a, step_b,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr,
+    WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    W: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the next words, of rows r and r + 8, with x to the sums of the 8 instructions."""
     a = with_spare(coming[0][0], WIDTH)
     b = with_spare(coming[0][1], WIDTH)
     added = ()
     for g in tl.static_range(8):
-        a0, a2 = weights_of(a, step_a, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
-        a1, a3 = weights_of(b, step_b, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+        a0, a2 = weights_of(a, step_a, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
+        a1, a3 = weights_of(b, step_b, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
         added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, COMPILED),)
     return added
 
@@ -100,10 +102,10 @@ def _multiply_next(
     do_not_specialize_on_alignment=["y", "x", "row_start", "escapes", "bias"],
 )
 def _one_row(
-    y, pairs_of_x, x, words, row_steps, column_factors, row_start, escapes, bias, N,
-    C: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr,
-    COMPILED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    y, pairs_of_x, x, words, row_steps, row_terms, column_factors, row_start, escapes, bias, N,
+    C: tl.constexpr, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    BIAS: tl.constexpr, COMPILED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """16 values of y for one row of x: W warps share the columns, 4 words each in turn.
 
@@ -118,8 +120,8 @@ def _one_row(
     n = tile * 16 + r + q % 2 * 8  # whose escapes a thread has
     words += tile.to(tl.int64) * (WIDTH * C * 16)
     c = warp * 4 + q
-    step_a = tl.load(row_steps + tile * 16 + r)
-    step_b = tl.load(row_steps + tile * 16 + r + 8)
+    step_a = load_step(row_steps, row_terms, tile * 16 + r, TERMS)
+    step_b = load_step(row_steps, row_terms, tile * 16 + r + 8, TERMS)
     first, stop = escapes_of_row(row_start, tl.minimum(n, N - 1), warp * 2 + q // 2)
 
     # Of the turns to come, the next first.
@@ -146,7 +148,9 @@ def _one_row(
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
         coming += (load_words(words, k * 16 + r * 2, k < C, WIDTH, C, EVEN),)
         pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
-        sums = _multiply_next(coming, factors, pairs, sums, step_a, step_b, WIDTH, COLUMNS, HALF, W, COMPILED)
+        sums = _multiply_next(
+            coming, factors, pairs, sums, step_a, step_b, WIDTH, TERMS, COLUMNS, HALF, W, COMPILED
+        )
         coming, pairs = behind(coming, 1), behind(pairs, 1)
     if USE_PDL:
         cuda.gdc_launch_dependents()  # all words have been asked for

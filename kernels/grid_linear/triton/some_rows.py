@@ -13,7 +13,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import is_compiled, launch, uses_pdl
 from neuzip.kernels.grid_linear.tensor import GridTensor
-from neuzip.kernels.grid_linear.triton.words import load_factors, weights_of, with_spare
+from neuzip.kernels.grid_linear.triton.words import load_factors, load_step, weights_of, with_spare
 from neuzip.kernels.packed_linear.triton.operands import fragment, in_order, load_columns, tile_of
 from neuzip.kernels.packed_linear.triton.some_rows import (
     TILES,
@@ -45,10 +45,11 @@ def multiply_some_rows(
     parts = torch.empty(programs, own_blocks, wide, 16 * TILES, dtype=torch.float32, device=device)
     launch(
         _some_rows, (programs,),
-        parts, x.view(torch.int32), packed.words, packed.row_steps, packed.column_factors, blocks * turns,
-        out, rows, **spread, BM=wide, W=TILES, EVEN=lanes % 4 == 0, C=lanes, WIDTH=packed.width,
-        COLUMNS=packed.has_columns, HALF=half, COMPILED=is_compiled(_some_rows),
-        USE_PDL=uses_pdl(_some_rows, device), num_warps=TILES, device=device,
+        parts, x.view(torch.int32), packed.words, packed.row_steps, packed.row_terms, packed.column_factors,
+        blocks * turns, out, rows, **spread, BM=wide, W=TILES, EVEN=lanes % 4 == 0, C=lanes,
+        WIDTH=packed.width, TERMS=packed.has_terms, COLUMNS=packed.has_columns, HALF=half,
+        COMPILED=is_compiled(_some_rows), USE_PDL=uses_pdl(_some_rows, device), num_warps=TILES,
+        device=device,
     )  # fmt: skip
     launch(
         add_parts, (blocks * SHARES, wide // 8),
@@ -59,32 +60,33 @@ def multiply_some_rows(
 
 
 @triton.jit
-def _steps_of(row_steps, tile, r):
+def _steps_of(row_steps, row_terms, tile, r, TERMS: tl.constexpr):
     """The steps of rows r and r + 8 of a tile."""
-    return tl.load(row_steps + tile * 16 + r), tl.load(row_steps + tile * 16 + r + 8)
+    n = tile * 16 + r
+    return load_step(row_steps, row_terms, n, TERMS), load_step(row_steps, row_terms, n + 8, TERMS)
 
 
 @triton.jit
 def _unpacked(
-    a, b, step_a, step_b, factors, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
-    W: tl.constexpr, COMPILED: tl.constexpr,
+    a, b, step_a, step_b, factors, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr,
+    HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8."""
     a = with_spare(a, WIDTH)
     b = with_spare(b, WIDTH)
     fragments = ()
     for g in tl.static_range(8):
-        a0, a2 = weights_of(a, step_a, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
-        a1, a3 = weights_of(b, step_b, factors, WIDTH, COLUMNS, HALF, g, COMPILED)
+        a0, a2 = weights_of(a, step_a, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
+        a1, a3 = weights_of(b, step_b, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
         fragments += (fragment(a0, a1, a2, a3, HALF),)
     return tile_of(fragments, W)
 
 
 @triton.jit(do_not_specialize=["units", "N", "M", "turns", "each", "own_blocks"])
 def _some_rows(
-    parts, pairs_of_x, words, row_steps, column_factors, units, N, M, turns, each, own_blocks,
-    C: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr,
-    BM: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr, USE_PDL: tl.constexpr,
+    parts, pairs_of_x, words, row_steps, row_terms, column_factors, units, N, M, turns, each, own_blocks,
+    C: tl.constexpr, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    COMPILED: tl.constexpr, BM: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """A share of the products of blocks of W tiles with up to BM rows of x: `each` of all `units`.
 
@@ -108,19 +110,19 @@ def _some_rows(
     turn = unit - block * turns
     tile, c = tile_and_word(block, turn, warp, q, tiles, W)
     a, b = load_words(words, tile * (WIDTH * C * 16) + c * 16 + r * 2, c < C, WIDTH, C, EVEN)
-    step_a, step_b = _steps_of(row_steps, tile, r)
+    step_a, step_b = _steps_of(row_steps, row_terms, tile, r, TERMS)
     at_hand = load_columns(pairs_of_x, turn, M, C, BM, EVEN)
     sums = tl.zeros([16 * W, BM], tl.float32)
     for following in tl.range(unit + 1, stop + 1, num_stages=1):
         factors = load_factors(column_factors, tl.minimum(c, C - 1), COLUMNS)
-        weights = _unpacked(a, b, step_a, step_b, factors, WIDTH, COLUMNS, HALF, W, COMPILED)
+        weights = _unpacked(a, b, step_a, step_b, factors, WIDTH, TERMS, COLUMNS, HALF, W, COMPILED)
         now = in_order(at_hand, turn, C, HALF, BM)
         block, next_turn = next_unit(block, turn, turns)
         ends = (following == stop) | (next_turn == 0)
         turn = next_turn
         tile, c = tile_and_word(block, turn, warp, q, tiles, W)
         a, b = load_words(words, tile * (WIDTH * C * 16) + c * 16 + r * 2, c < C, WIDTH, C, EVEN)
-        step_a, step_b = _steps_of(row_steps, tile, r)
+        step_a, step_b = _steps_of(row_steps, row_terms, tile, r, TERMS)
         at_hand = load_columns(pairs_of_x, turn, M, C, BM, EVEN)
         if COMPILED:
             sums = tl.dot(weights, now, sums)

@@ -1,5 +1,7 @@
 """Weights of a uniform grid in the registers of a thread, in Triton: from words of codes to pairs of weights.
 
+In bf16 arithmetic (TERMS) two weights are made at a time: see the package. In fp32, one:
+
 A field of a word is a whole number u from 0 on. With the exponent of 2^(23 - b) above a field that begins
 with bit b, the 32 bits are the fp32 number 2^(23 - b) + u: that takes one instruction, and no shift as long
 as the field ends below bit 23. Less 2^(23 - b) and the bias that is the code, exactly.
@@ -10,17 +12,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from neuzip.kernels.device.mma_fragments import float_of, less
+
 
 @triton.jit
 def with_spare(words, WIDTH: tl.constexpr):
-    """The words of a row, and behind them the one that their spare bits are together."""
-    COUNT: tl.constexpr = 32 % WIDTH
-    if COUNT:
-        spare = words[0].to(tl.uint32, bitcast=True) >> (32 - COUNT)
-        for i in tl.static_range(1, WIDTH):
-            spare = (spare << COUNT) | (words[i].to(tl.uint32, bitcast=True) >> (32 - COUNT))
-        words += (spare.to(tl.int32, bitcast=True),)
+    """The words of a row, and behind them those that their spare bits are together."""
+    SPARE: tl.constexpr = 16 % WIDTH
+    if SPARE:
+        EACH: tl.constexpr = 3 if WIDTH == 6 else WIDTH
+        for first in tl.static_range(0, WIDTH, EACH):
+            spare = _spare_bits(words[first], SPARE, SPARE * (EACH - 1))
+            for i in tl.static_range(1, EACH):
+                spare |= _spare_bits(words[first + i], SPARE, SPARE * (EACH - 1 - i))
+            words += (spare,)
     return words
+
+
+@triton.jit
+def _spare_bits(word, SPARE: tl.constexpr, AT: tl.constexpr):
+    """The uppermost bits of both halves of a word, at a lower place."""
+    return (word >> (16 - SPARE - AT)) & ((((1 << SPARE) - 1) << AT) * 0x10001)
 
 
 @triton.jit
@@ -39,8 +51,8 @@ def _masked(word, MASK: tl.constexpr, ABOVE: tl.constexpr, COMPILED: tl.constexp
 @triton.jit
 def _code(words, SLOT: tl.constexpr, WIDTH: tl.constexpr, COMPILED: tl.constexpr):
     """The code of a slot, in fp32. Fields that end above bit 23 are taken from the word shifted by 9."""
-    word = words[SLOT // (32 // WIDTH)]
-    BIT: tl.constexpr = SLOT % (32 // WIDTH) * WIDTH
+    word = words[SLOT // 2 // (16 // WIDTH)]
+    BIT: tl.constexpr = SLOT // 2 % (16 // WIDTH) * WIDTH + SLOT % 2 * 16
     SHIFTED: tl.constexpr = BIT + WIDTH > 23
     AT: tl.constexpr = BIT - 9 if SHIFTED else BIT
     if SHIFTED:
@@ -60,11 +72,74 @@ def four_steps(step, factors, G: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def load_step(row_steps, row_terms, n, TERMS: tl.constexpr):
+    """The step of a row as `weights_of` takes it: two terms, or (not TERMS) the step twice."""
+    if TERMS:
+        step = (tl.load(row_terms + 2 * n), tl.load(row_terms + 2 * n + 1))
+    else:
+        whole = tl.load(row_steps + n)
+        step = (whole, whole)
+    return step
+
+
+@triton.jit
 def weights_of(
+    words, step, factors, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    G: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Slots 4 G and 4 G + 1, and the next two, of a row: pairs of 16-bit numbers.
+
+    TERMS: bf16 arithmetic makes them, see `terms`, and else fp32 arithmetic.
+    """
+    if TERMS:
+        pairs = (
+            _pair_by_terms(words, step, 2 * G, WIDTH, COMPILED),
+            _pair_by_terms(words, step, 2 * G + 1, WIDTH, COMPILED),
+        )
+    else:
+        pairs = _pairs_by_step(words, step[0], factors, WIDTH, COLUMNS, HALF, G, COMPILED)
+    return pairs
+
+
+@triton.jit
+def _pair_by_terms(words, step, PAIR: tl.constexpr, WIDTH: tl.constexpr, COMPILED: tl.constexpr):
+    """Slots 2 PAIR and 2 PAIR + 1: fields of both halves of a word, which become 128 + u in bf16."""
+    BIT: tl.constexpr = PAIR % (16 // WIDTH) * WIDTH
+    word = words[PAIR // (16 // WIDTH)] >> BIT
+    number = _masked(word, ((1 << WIDTH) - 1) * 0x10001, 0x43004300, COMPILED)
+    code = less(number, 128 + (1 << (WIDTH - 1)), False, COMPILED)
+    if COMPILED:
+        pair = tl.inline_asm_elementwise(
+            "{ .reg .b32 low; fma.rn.bf16x2 low, $1, $3, $4; fma.rn.bf16x2 $0, $1, $2, low; }", "=r,r,r,r,r",
+            [code, step[0], step[1], tl.full(code.shape, -0x7FFF8000, tl.int32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        pair = _times(code, step[0], step[1]) | (_times(code >> 16, step[0], step[1]) << 16)
+    return pair
+
+
+@triton.jit
+def _times(code, first, second):
+    """For the interpreter: the lower bf16 numbers, code * first + code * second with two roundings."""
+    number = float_of(code, False).to(tl.float64)
+    low = _rounded_bf16(number * float_of(second, False).to(tl.float64))
+    product = _rounded_bf16(number * float_of(first, False).to(tl.float64) + low)
+    return (product.to(tl.float32).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+
+
+@triton.jit
+def _rounded_bf16(number):
+    """For the interpreter: fp64 numbers rounded to those that bf16 has, not near the ends of its range."""
+    bits = number.to(tl.int64, bitcast=True)
+    return (((bits + ((1 << 44) - 1) + ((bits >> 45) & 1)) >> 45) << 45).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _pairs_by_step(
     words, step, factors, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Slots 4 G and 4 G + 1, and the next two, of a row: pairs of 16-bit numbers."""
     steps = four_steps(step, factors, G, COLUMNS)
     first = _code(words, 4 * G, WIDTH, COMPILED) * steps[0]
     second = _code(words, 4 * G + 1, WIDTH, COMPILED) * steps[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,13 +21,25 @@ from neuzip.kernels.grid_linear.form import (
     columns_of_slots,
     word_count,
 )
-from neuzip.kernels.grid_linear.tensor import GridTensor
+from neuzip.kernels.grid_linear.tensor import GridTensor, can_have_terms
+from neuzip.kernels.grid_linear.terms import LARGEST, LEAST, terms_of
 
 WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are packed at a time, about: each takes some 30 bytes meanwhile."""
 
+WRONG_SHARE = 2.0**-11
+"""Weights that may become escapes because terms get them wrong; if more would, fp32 arithmetic makes all."""
+
 FAR = 1 << 14
 """The code of a weight that is an escape in every width."""
+
+
+@dataclass(frozen=True)
+class WrongCodes:
+    """Which codes of a window terms get wrong, by step [U, codes] (bool); the step of each row [out]."""
+
+    by_step: Tensor
+    step_of_row: Tensor
 
 
 def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
@@ -54,11 +68,15 @@ def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
         for start in range(0, out, height)
     ])  # fmt: skip
     fields = CodeFields(width or best_width(codes))
+    can_be = can_have_terms(weight.dtype, fields.width, by_column is not None)
+    row_terms, wrong = _terms(codes, steps, fields, can_be)
     words, counts, escapes = [], [], []
     order = columns_of_slots(columns).to(device)
     for start in range(0, out, height):
         part, of = codes[start : start + height], weight[start : start + height]
         outside = (part < -fields.bias) | (part >= fields.bias)
+        if wrong is not None:
+            outside |= _is_wrong(part, wrong, start, fields)
         words.append(_words(part.masked_fill(outside, 0), order, fields))
         counts.append(outside.sum(1))
         column = outside.nonzero()[:, 1]
@@ -67,11 +85,33 @@ def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
     if int(row_start[-1]) > MAX_ESCAPES:
         raise ValueError(f"{int(row_start[-1]):,} escapes are more than the {MAX_ESCAPES:,} of the form")
     packed = GridTensor(
-        (out, columns), weight.dtype, fields.width, torch.cat(words), steps,
+        (out, columns), weight.dtype, fields.width, torch.cat(words), steps, row_terms,
         _column_factors(grid, columns, device), row_start.to(torch.int32), torch.cat(escapes),
     )  # fmt: skip
     packed.wait()
     return packed
+
+
+def _terms(codes: Tensor, steps: Tensor, fields: CodeFields, fit: bool) -> tuple[Tensor, WrongCodes | None]:
+    """The terms of the steps of rows, if that is how weights are made, and the codes that they get wrong."""
+    nothing = torch.zeros(0, 2, dtype=torch.int32, device=codes.device)
+    known, number = torch.unique(steps[: len(codes)], return_inverse=True)
+    if not fit or float(known[0]) < LEAST or float(known[-1]) > LARGEST:
+        return nothing, None
+    window = torch.arange(-fields.bias, fields.bias, device=codes.device)
+    counts = torch.bincount(codes.clamp(-fields.bias, fields.bias - 1).flatten() + fields.bias,
+                            minlength=len(window))  # fmt: skip
+    terms = terms_of(known, window, counts)
+    wrong = WrongCodes(terms.wrong, number) if bool(terms.wrong.any()) else None
+    if wrong is not None and float((terms.wrong * counts).sum(1).max()) > codes.numel() * WRONG_SHARE:
+        return nothing, None
+    return F.pad(terms.pairs[number], (0, 0, 0, -len(codes) % TILE_ROWS)).contiguous(), wrong
+
+
+def _is_wrong(codes: Tensor, wrong: WrongCodes, start: int, fields: CodeFields) -> Tensor:
+    """Which weights of rows from `start` on have a code that the terms of their step get wrong."""
+    table = wrong.by_step[wrong.step_of_row[start : start + len(codes)]]
+    return table.gather(1, codes.to(torch.int64).clamp(-fields.bias, fields.bias - 1) + fields.bias)
 
 
 def _codes(weight: Tensor, row_steps: Tensor, by_column: Tensor | None) -> Tensor:
@@ -92,14 +132,16 @@ def _words(codes: Tensor, order: Tensor, fields: CodeFields) -> Tensor:
     filling = (0, -columns % TURN, 0, -rows % TILE_ROWS)
     u = F.pad(codes.to(torch.int64) + fields.bias, filling, value=fields.bias)
     u = u[:, order].view(-1, groups, SLOTS)
-    words: list[Tensor] = [torch.zeros_like(u[..., 0]) for _ in range(fields.width + 1)]
+    count = fields.width + fields.spare_words
+    words: list[Tensor] = [torch.zeros_like(u[..., 0]) for _ in range(count)]
     for slot in range(SLOTS):
         word, bit = fields.place(slot)
         words[word].bitwise_or_(u[..., slot] << bit)
-    spare, count = words.pop(), fields.spare
-    for i, plane in enumerate(words if count else ()):
-        shift = count * (fields.width - 1 - i)
-        plane.bitwise_or_((spare >> shift & (1 << count) - 1) << 32 - count)
+    words, spare = words[: fields.width], words[fields.width :]
+    for i, plane in enumerate(words if fields.spare else ()):
+        of, bit = fields.spare_bits(i)
+        ones = ((1 << fields.spare) - 1) * 0x10001
+        plane.bitwise_or_((spare[of - fields.width] >> bit & ones) << 16 - fields.spare)
     # row 16 t + 8 h + r at [t, :, :, r, h]
     planes = torch.stack(words, 1).view(-1, 2, 8, fields.width, groups)
     return _signed(planes.permute(0, 3, 4, 2, 1).contiguous())
