@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from neuzip.eval.sweep.savings import savings
-from pages.layout import MODELS_READ, load, render
+from pages.layout import MODELS_READ, is_measured, load, render
 from pages.running import serving
 
 
@@ -115,6 +115,8 @@ def rounded_or_quantised() -> str:
     """What quantised weights take at the divergence of rounded mantissas, for each model swept with both."""
     rows = []
     for name, model in MODELS_READ.items():
+        if not is_measured(f"sweep-{name}"):
+            continue
         results = load(f"sweep-{name}")["results"]
         points = [(r["scheme"], r["bits_per_weight"], r["kld"]["mean"]["value"]) for r in results]
         curve = [point for point, r in zip(points, results, strict=True) if r.get("kind") == "quantized"]
