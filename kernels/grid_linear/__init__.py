@@ -29,8 +29,8 @@ READ THIS FIRST. Six things surprise:
        8        2                        0
 
 6. A weight is made in one of two ways, and comes out as the container's in both: its step is the product of
-   the grid's step, the row's factor and the column's, rounded to fp32 twice; its value is code * step, rounded
-   to fp32 and then to the dtype.
+   the grid's step, the row's factor and the column's, rounded to fp32 twice; its value is code * step,
+   rounded to fp32 and then to the dtype.
 
    a. Of bf16, up to 7 bits a code, without column factors: by pairs, in bf16 arithmetic. The bits 0x4300
       above a field make the number 128 + u of it. Less 128 and the bias that is the code, and
@@ -42,7 +42,7 @@ READ THIS FIRST. Six things surprise:
       escapes; if more than 1 weight in 2,048 were, the tensor takes the other way.
 
    b. Else in fp32. With the exponent of 2^(23 - b) above its bits a field is the number 2^(23 - b) + u, where
-      b is its lowest bit. Less 2^(23 - b) and the bias that is the code. The step of a row is a number of fp32,
+      b is its lowest bit. Less 2^(23 - b) and the bias that is the code. The step of a row is an fp32 number,
       and so is the factor of a column; those are stored in the order of the slots.
 
 A row of K weights has C = ceil(K / 32) words of each plane, and rows are filled up to tiles of 16:

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_base import DeltaBase
+from neuzip.compress.device import Device
+from neuzip.compress.gpu import Gpu
 from neuzip.compress.ranks import Ranks
 from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan_file
 from neuzip.compress.schemes import codec_for
@@ -362,3 +364,33 @@ def test_a_pushed_folder_requires_the_feature_too(checkpoint: Path, tmp_path: Pa
     assert isinstance(manifest, bytes)
     assert json.loads(manifest)["requires"] == ["quantized"]
     assert json.loads(manifest)["files"]["README.md"]["kind"] == "rewritten"
+
+
+def test_a_gpu_restores_the_same(tmp_path: Path) -> None:
+    """The card, or the CPU with the kernels interpreted. Corrupt words are named as by the CPU."""
+    card = Device("card", Gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    wide = weights(40, 72, dtype=torch.float32) * torch.linspace(0.3, 3, 40)[:, None]
+    save_file({"a": weights(60, 40), "b": wide, "c": weights(3001, seed=1)}, tmp_path / "plain.safetensors")
+    rules = [
+        Rule("a", STEP),
+        Rule("b", Scheme("quantized", step=0.1, row_factors=True, column_factors=True)),
+        Rule("c", Scheme("quantized", step=0.5)),
+    ]
+    small = tmp_path / "small.safetensors"
+    compress(tmp_path / "plain.safetensors", small, rules)
+    assert {record["scheme"] for record in records(small).values()} == {"quantized"}
+    decompress(small, tmp_path / "here.safetensors")
+    report = decompress(small, tmp_path / "there.safetensors", device=card)
+    assert report.device == "card"
+    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+
+    with FolderSource(small) as source:
+        tensor = next(t for t in source.tensors() if t.name == "b")
+        at = next(e.start for e in source.extents(tensor) if e.stream == "words") + 2
+    data = bytearray(small.read_bytes())
+    data[at] ^= 1
+    small.write_bytes(data)
+    with FolderSource(small, device=card) as source:
+        tensor = next(t for t in source.tensors() if t.name == "b")
+        with pytest.raises(FormatError, match="from block 0 on: block 0 is corrupt"):
+            source.read(tensor)
