@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import Bits, FloatFormat
-from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedGrid, CodedTensor
 from neuzip.kernels.rans.triton import decode as triton_decode
 from neuzip.kernels.rans.triton import encode as triton_encode
 
@@ -90,11 +90,12 @@ class Gpu:
         ranges: Mapping[str | int, tuple[str, int, int]],
         fill: Fill,
         block_size: int | None = None,
+        grid: CodedGrid | None = None,
     ) -> Bits | None:
         """Decode the `numel` weights of whole blocks, in pinned memory; None where the words are corrupt.
 
         `ranges` are the streams' bytes for them: of "words", of "normaliser" if there is a `block_size`, and
-        of the planes by width.
+        of the planes by width. Codes stand for weights on a `grid`, which may be on the CPU.
         """
         places, end = {}, 0
         for part, (_, start, stop) in ranges.items():
@@ -116,6 +117,7 @@ class Gpu:
                 {part: buffer[at.start :] for part, at in places.items() if isinstance(part, int)},
                 buffer[places["normaliser"]] if block_size is not None else None,
                 block_size,
+                None if grid is None else replace(grid, grid=grid.grid.to(self.device)),
             )  # fmt: skip
             # What prepares the launch waits for its small copies: so the large one comes after it.
             plan = triton_decode.prepare([tensor], [out])

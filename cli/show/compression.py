@@ -198,24 +198,28 @@ def _show_resumed_and_notes(out: Output, report: CompressionReport) -> None:
 
 
 def _show_loss(out: Output, report: CompressionReport) -> bool:
-    """Say what rounding did, and return whether there was any."""
-    losses = [t.loss for t in report.tensors if t.loss is not None]
-    if not losses:
-        return False
-    out.text(
-        f"{len(losses)} of {count_text(len(report.tensors), 'tensor')} rounded: "
-        f"largest relative error {max(x.max_relative for x in losses):.3g}, "
-        f"largest RMS error {max(x.rms_relative for x in losses):.3g}"
-    )
-    for scheme, words in (("ternary", "rounded to ternary"), ("quantized", "quantised")):
-        of_scheme = (t.loss for t in report.tensors if t.loss is not None and t.scheme.startswith(scheme))
+    """Say what rounding did, and return whether there was any.
+
+    Relative errors of single weights say nothing of those that become 0: there, norms are compared.
+    """
+    losses = [(t.scheme, t.loss) for t in report.tensors if t.loss is not None]
+    count = count_text(len(report.tensors), "tensor")
+    rounded = [loss for _, loss in losses if loss.relative_l2 is None]
+    if rounded:
+        out.text(
+            f"{len(rounded)} of {count} rounded: "
+            f"largest relative error {max(x.max_relative for x in rounded):.3g}, "
+            f"largest RMS error {max(x.rms_relative for x in rounded):.3g}"
+        )
+    for words, is_of in (("quantised", True), ("rounded to ternary", False)):
+        of_scheme = [loss for scheme, loss in losses if scheme.startswith("quantized") is is_of]
         norms = [loss.relative_l2 for loss in of_scheme if loss.relative_l2 is not None]
         if norms:
             out.text(
-                f"{len(norms)} of them {words}: they differ from the original by "
+                f"{len(norms)} of {count} {words}: they differ from the original by "
                 f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
             )
-    return True
+    return bool(losses)
 
 
 def show_plan(

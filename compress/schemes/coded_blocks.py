@@ -27,6 +27,10 @@ LARGEST_TABLE = 2 * (TABLE_HEAD + 256 + 256)
 """Bytes of a table stream of a full palette and all frequencies."""
 
 
+SAVED_SHARE = 256
+"""Codes that pairs may stand for are coded one by one if that saves a 256th of their words."""
+
+
 class Scratch(threading.local):
     """Memory that a thread uses again for every piece: new memory costs more time than the coding does."""
 
@@ -59,10 +63,34 @@ def block_streams(table: rans.Table, index: Sequence[Words], words: Sequence[Wor
     }
 
 
-def expected_block_bytes(counted: Census, numel: int) -> int:
-    """About what the streams of `numel` weights take, of which `counted` are all or a sample."""
+def code_table(counted: Census) -> rans.Table:
+    """The table for codes of quantized tensors: pairs decode faster, but not where they take more bytes.
+
+    They do where the codes of a tensor are just few enough for pairs: many pairs are then rarer than a table
+    can say.
+    """
     exponents = counted.exponents
     table = rans.build_table(exponents, counted.pairs)
+    if table.group == 1:
+        return table
+    single, numel = rans.build_table(exponents, None), int(exponents.sum())
+    words = rans.expected_words(table, exponents, counted.pairs, numel)
+    saved = words - rans.expected_words(single, exponents, None, numel)
+    return single if saved * SAVED_SHARE > words else table
+
+
+def expected_code_bytes(counted: Census, numel: int) -> int:
+    """About what the streams of `numel` codes take, of which `counted` are all or a sample."""
+    return expected_block_bytes(counted, numel, code_table(counted))
+
+
+def expected_block_bytes(counted: Census, numel: int, table: rans.Table | None = None) -> int:
+    """About what the streams of `numel` weights take, of which `counted` are all or a sample.
+
+    Without a `table` it is the one for exponents.
+    """
+    exponents = counted.exponents
+    table = rans.build_table(exponents, counted.pairs) if table is None else table
     return (
         padded(_table_stream(table).nbytes)
         + padded(2 * -(-numel // rans.BLOCK))

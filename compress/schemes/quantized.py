@@ -21,8 +21,9 @@ from neuzip.kernels.float_fields import Bits, non_finite
 from neuzip.kernels.float_fields.values import normal_fp32
 
 from .codec import Codec, Declined, EncodedTensor, GridCoding, StoredTensor, TensorInput, checksums, register
-from .coded_blocks import expected_block_bytes
+from .coded_blocks import expected_code_bytes
 from .lossless import CODEC as LOSSLESS_CODEC
+from .lossless import on_gpu
 from .raw import RAW, without_coding
 from .truncated import NonFinite
 
@@ -78,7 +79,7 @@ class QuantizedCodec(Codec[QuantizedRecord]):
         bits = coding.code_bits(int(codes.min()), int(codes.max()))
         counted = coding.count(coding.shifted(codes, bits), bits)
         grid = coding.grid_length(tensor.info, rows=scheme.row_factors, columns=scheme.column_factors)
-        return min(exact, expected_block_bytes(counted, tensor.numel) + padded(grid))
+        return min(exact, expected_code_bytes(counted, tensor.numel) + padded(grid))
 
     def encode(self, tensor: TensorInput, scheme: Scheme) -> EncodedTensor:
         """Record and streams. Raises Declined for weights without codes, or that take no less."""
@@ -115,13 +116,14 @@ class QuantizedCodec(Codec[QuantizedRecord]):
         return "codes"
 
     def decoder(self, stored: StoredTensor[QuantizedRecord]) -> QuantizedDecoder:
-        """What decodes ranges of a tensor, on the CPU whatever the device."""
+        """What decodes ranges of a tensor; fp8 and fp64 on the CPU whatever the device."""
         from .quantized_coding import QuantizedDecoder
 
         record = stored.record
         return QuantizedDecoder(
             stored.read_stream, stored.length, stored.info, stored.fmt, record.code_bits,
             rows=bool(record.row_factors), columns=bool(record.column_factors),
+            on_gpu=on_gpu(stored) if stored.info.dtype in names_for("ans") else None,
         )  # fmt: skip
 
     def coding(self, stored: StoredTensor[QuantizedRecord]) -> GridCoding | None:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from neuzip.compress.pieces import PIECE, Map, Read, ReadStream, expect_length, padded, pieces
-from neuzip.errors import NeuzipError
+from neuzip.errors import BUG_OR_MEMORY, NeuzipError
 from neuzip.formats.container import Stream, padded_stream
 from neuzip.formats.records import Loss
 from neuzip.formats.safetensors_file import TensorInfo
@@ -26,8 +26,10 @@ from neuzip.kernels.dtypes import pattern_dtypes, torch_dtype
 from neuzip.kernels.float_fields import Bits, Census, FloatFormat, cpu, non_finite
 from neuzip.kernels.float_fields.values import largest_value, to_float64
 from neuzip.kernels.grid import Grid, OutOfRange, Spread
+from neuzip.kernels.rans.coded import CodedGrid
 
-from .coded_blocks import SCRATCH, CodedBlocks, block_streams, naming_block
+from .coded_blocks import SCRATCH, CodedBlocks, block_streams, code_table, naming_block
+from .lossless import OnGpu
 from .truncated import WIDENED, ErrorSums, NonFinite
 
 Codes = npt.NDArray[np.int16]
@@ -90,7 +92,7 @@ class Quantized:
         counted = next(parts)
         for part in parts:
             counted += part
-        table = rans.build_table(counted.exponents, counted.pairs)
+        table = code_table(counted)
 
         def code(piece: tuple[int, int]) -> rans.RansEncoded:
             symbols = shifted(codes[slice(*piece)], bits)
@@ -199,8 +201,8 @@ def parse_grid(data: npt.NDArray[np.uint8], info: TensorInfo, *, rows: bool, col
 class QuantizedDecoder:
     """Decodes ranges of one quantized tensor.
 
-    `length` gives the length of a stream in bytes. Raises NeuzipError when the streams contradict each other,
-    before it takes memory for more than `table`, `index` and `grid`.
+    `length` gives the length of a stream in bytes. With `on_gpu` values are decoded there. Raises NeuzipError
+    when the streams contradict each other, before it takes memory for more than `table`, `index` and `grid`.
     """
 
     def __init__(
@@ -213,8 +215,9 @@ class QuantizedDecoder:
         *,
         rows: bool,
         columns: bool,
+        on_gpu: OnGpu | None = None,
     ) -> None:
-        self._info, self._bits = info, bits
+        self._info, self._bits, self._fmt, self._on_gpu = info, bits, fmt, on_gpu
         nbytes = grid_length(info, rows=rows, columns=columns)
         expect_length("grid", length("grid"), padded(nbytes))
         self.blocks = CodedBlocks(read_stream, length, info.numel, code_format(bits))
@@ -223,7 +226,6 @@ class QuantizedDecoder:
             require_finite_values(self.grid, bits, fmt)
         except OutOfRange as error:
             raise NeuzipError(f"the stream 'grid': {error.message}") from error
-        self._dtype = fmt.dtype
 
     def codes(self, start: int, stop: int) -> Codes:
         """The codes of weights `start` to `stop`."""
@@ -241,8 +243,28 @@ class QuantizedDecoder:
 
     def read(self, start: int, stop: int) -> Bits:
         """The bit patterns of weights `start` to `stop`."""
-        out = np.empty(stop - start, self._dtype)
+        if self._on_gpu is not None and start < stop:
+            return self._read_on(self._on_gpu, start, stop)
+        return self._read_here(start, stop)
+
+    def _read_here(self, start: int, stop: int) -> Bits:
+        out = np.empty(stop - start, self._fmt.dtype)
         for at in range(start, stop, PIECE):
             end = min(at + PIECE, stop)
             out[at - start : end - start] = values(self.codes(at, end), self.grid, at, self._info)
         return out
+
+    def _read_on(self, on: OnGpu, start: int, stop: int) -> Bits:
+        first, last = start // rans.BLOCK, -(-stop // rans.BLOCK)
+        begin, end = first * rans.BLOCK, min(last * rans.BLOCK, self._info.numel)
+        decoded = on.gpu.decode(
+            self._fmt, 0, self.blocks.table, self.blocks.index[first:last], end - begin,
+            {"words": ("words", *self.blocks.extent(first, last))}, on.fill,
+            grid=CodedGrid(self.grid, columns_of(self._info), self._bits, begin),
+        )  # fmt: skip
+        if decoded is None:  # the GPU does not say where; the CPU does
+            self._read_here(begin, end)
+            raise NeuzipError(
+                f"the words from block {first} on are corrupt on the GPU and not on the CPU", BUG_OR_MEMORY
+            )
+        return decoded[start - begin : stop - begin]

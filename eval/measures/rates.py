@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neuzip.compress.schemes.codec import TensorInput
-from neuzip.compress.schemes.coded_blocks import expected_block_bytes
+from neuzip.compress.schemes.coded_blocks import expected_code_bytes
 from neuzip.compress.schemes.raw import without_coding
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
@@ -201,7 +201,7 @@ class WeightSample:
             pairs = np.zeros((256, 256), np.int64)
             pairs[: counts.size, : counts.size] = np.rint(np.outer(shares, shares) * PAIRS)
             census = Census(pairs.reshape(-1), np.zeros(256, np.int64), 0)
-        return expected_block_bytes(census, self.numel) + GRID_BYTES + RECORD_BYTES
+        return expected_code_bytes(census, self.numel) + GRID_BYTES + RECORD_BYTES
 
 
 def rounded(numbers: npt.NDArray[np.float64], fmt: FloatFormat) -> npt.NDArray[np.float64]:

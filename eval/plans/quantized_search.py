@@ -126,7 +126,7 @@ class QuantizedPlanner:
         calibration = self._request.calibration
         if calibration is None:
             return ["codes: weights rounded to nearest"]
-        return [f"codes: error feedback from {calibration.name}; --plan with this file rounds to nearest"]
+        return [f"codes: error feedback from {calibration.name}; the rules alone round to nearest"]
 
     def prepared(self, step: float, key: str) -> PlannedCodes:
         """The codes of the plan with a mean step that the search with this key has found."""

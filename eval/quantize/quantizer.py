@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from neuzip.compress.pieces import padded
 from neuzip.compress.prepared import Codes
-from neuzip.compress.schemes.coded_blocks import expected_block_bytes
+from neuzip.compress.schemes.coded_blocks import expected_code_bytes
 from neuzip.compress.schemes.quantized_coding import code_bits, count, grid_length, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
@@ -33,6 +35,9 @@ from neuzip.runtime.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+CodesOnGrid = tuple[Codes, Grid]
+"""Codes of a tensor, and their grid."""
 
 ShowStage = Callable[[str, int, str], AbstractContextManager[OnTokens]]
 """show(label, total, unit) shows the progress of some work. Its context is a function that adds to it."""
@@ -93,23 +98,35 @@ class CalibratedTensor:
         codes = sampled.clamp_(MIN_CODE, MAX_CODE).to(torch.int16).numpy()
         bits = code_bits(int(codes.min()), int(codes.max()))
         grid = grid_length(info, rows=self.rows is not None, columns=False)
-        return expected_block_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
+        return expected_code_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
 
 
-@dataclass(frozen=True, eq=False)
 class QuantizedModel:
     """Codes of a model's tensors for one mean step; `identity` names the calibration and the step.
 
-    Codes are computed when they are asked for.
+    Codes are computed when they are first asked for, by one thread at a time, and kept.
     """
 
-    identity: str
-    step: float
-    quantizer: Quantizer
+    def __init__(self, identity: str, step: float, compute: Callable[[str], CodesOnGrid | None]) -> None:
+        self.identity, self.step = identity, step
+        self._compute = compute
+        self._known: dict[str, CodesOnGrid | None] = {}
+        self._lock = threading.Lock()
 
-    def codes_of(self, name: str) -> tuple[Codes, Grid] | None:
+    def codes_of(self, name: str) -> CodesOnGrid | None:
         """The codes of a tensor in its shape, and their grid; None for a tensor that is not quantised."""
-        return self.quantizer.codes(name, self.step)
+        with self._lock:
+            if name not in self._known:
+                self._known[name] = _narrow(self._compute(name))
+            known = self._known[name]
+        return None if known is None else (known[0].astype(np.int16), known[1])
+
+
+def _narrow(coded: CodesOnGrid | None) -> CodesOnGrid | None:
+    """Codes as int8 if they fit, so that less memory keeps them."""
+    if coded is None or not coded[0].size or not -128 <= coded[0].min() <= coded[0].max() <= 127:
+        return coded
+    return coded[0].astype(np.int8), coded[1]  # type: ignore[return-value]
 
 
 class Quantizer:
@@ -133,6 +150,7 @@ class Quantizer:
         self._source = source
         self._tensors = {one.tensor.name: one for one in tensors}
         self._identity = identity
+        self._latest: QuantizedModel | None = None
 
     @classmethod
     def prepare(
@@ -169,14 +187,20 @@ class Quantizer:
         return max(float(one.sample.abs().max()) for one in self._tensors.values() if len(one.sample))
 
     def at(self, step: float) -> QuantizedModel:
-        """The codes for a mean step: the geometric mean of the tensors' steps, weighted by their sizes."""
-        return QuantizedModel(f"{self._identity}-{step.hex()}", step, self)
+        """The codes for a mean step: the geometric mean of the tensors' steps, weighted by their sizes.
+
+        Those of the latest step are kept.
+        """
+        if self._latest is None or self._latest.step != step:
+            identity = f"{self._identity}-{step.hex()}"
+            self._latest = QuantizedModel(identity, step, lambda name: self._codes(name, step))
+        return self._latest
 
     def expected_bytes(self, step: float) -> int:
         """About the bytes of all streams for a mean step, found without computing the codes."""
         return sum(one.expected_bytes(step) for one in self._tensors.values())
 
-    def codes(self, name: str, step: float) -> tuple[Codes, Grid] | None:
+    def _codes(self, name: str, step: float) -> CodesOnGrid | None:
         """The codes of one tensor for a mean step, and their grid."""
         calibrated = self._tensors.get(name)
         if calibrated is None:
@@ -283,7 +307,7 @@ def _curvature(tensors: Sequence[CalibratedTensor]) -> float | None:
 
 
 def _geometric_mean(values: Sequence[tuple[float, int]]) -> float:
-    """Of pairs of a number and its weight; 1 of none."""
+    """The geometric mean of numbers with weights, (number, weight); 1 of none."""
     total = sum(weight for _, weight in values)
     return math.exp(sum(math.log(value) * weight for value, weight in values) / total) if total else 1.0
 

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SERIES = (OTHERS, "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d46")
-"""Colours of block sizes, the first without blocks; people with any colour vision tell them apart."""
+SERIES = ("#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d46")
+"""Colours of block sizes; people with any colour vision tell them apart."""
 
 _STYLES: dict[str, dict[str, Any]] = {
     "quantized": {"color": EXPONENT, "marker": "s", "s": 30, "linewidths": 0},
+    "rounded": {"color": OTHERS, "s": 34, "linewidths": 0},
     "lossless": {"color": INK, "s": 34, "linewidths": 0},
     "yardsticks": {"facecolor": "white", "edgecolor": INK, "marker": "D", "s": 26, "linewidths": 1.2},
 }
@@ -29,7 +30,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(results: Sweep, title: str) -> Figure:
-    """Size against divergence and against perplexity, with a curve through the sizes of a scheme."""
+    """Size against divergence and against perplexity; blocks of weights are of those that are rounded."""
     from matplotlib import style
 
     with style.context("default"):  # not as a matplotlibrc on this machine may have it
@@ -95,7 +96,7 @@ def _perplexities(axes: Axes, results: Sweep) -> None:
 
 
 def _points(axes: Axes, results: Sweep, heights: Mapping[str, float]) -> None:
-    """The schemes by size: a marker for each kind and block size, and a line through those of each series."""
+    """The schemes by size, a marker for each kind and block size; lines join quantised and rounded ones."""
     from matplotlib.ticker import MultipleLocator
 
     bits = {row.scheme: row.bits_per_weight for row in results.rows}
@@ -106,10 +107,10 @@ def _points(axes: Axes, results: Sweep, heights: Mapping[str, float]) -> None:
     lines = []
     for label, members in series.items():
         places = sorted((bits[name], heights[name]) for name in members)
-        style = _STYLES.get(label) or {"color": next(colors), "s": 34, "linewidths": 0}
+        style = _STYLES.get(label) or {"color": next(colors), "s": 16, "linewidths": 0}
         shown = "_nolegend_" if label == "lossless" else label
         axes.scatter(*zip(*places, strict=True), label=shown, zorder=3, **style)
-        if label not in ("lossless", "yardsticks"):
+        if label in ("quantized", "rounded"):
             axes.plot(*zip(*places, strict=True), color=style["color"], linewidth=1.1, alpha=0.6, zorder=2)
             lines.append(places)
     axes.margins(x=0.07)
@@ -136,7 +137,7 @@ def _series_of(row: SweepRow) -> str:
     if row.kind != "rounded":
         return "yardsticks" if row.kind == "yardstick" else row.kind
     block = _block_of(row.scheme)
-    return f"rounded, blocks of {block}" if block else "rounded"
+    return f"blocks of {block}" if block else "rounded"
 
 
 def _block_of(label: str) -> int:

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from . import floats, ggml, integers
 from .blocks import Layout
 from .names import NAMES
+
+PIECE = 1 << 22
+"""Weights restored at a time, where rows do not depend on each other: most formats need several copies."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,14 @@ class Yardstick:
             raise ValueError(f"a yardstick takes matrices, and this tensor has {weight.dim()} dimensions")
         if weight.numel() == 0:
             return weight.float()
-        return self.restore(weight.float().reshape(-1, weight.shape[-1])).reshape(weight.shape)
+        matrix = weight.reshape(-1, weight.shape[-1])
+        rows = len(matrix) if self._is_of_the_whole else max(1, PIECE // matrix.shape[1])
+        return torch.cat([self.restore(piece.float()) for piece in matrix.split(rows)]).reshape(weight.shape)
+
+    @property
+    def _is_of_the_whole(self) -> bool:
+        """Whether what becomes of a row depends on other rows."""
+        return self.layout.across_rows or self.layout.tensor > 0
 
     def bits(self, shape: tuple[int, ...]) -> int:
         """Exact bits of a tensor of two or more dimensions."""

@@ -16,17 +16,21 @@ from safetensors.torch import load_file, save_file
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_base import DeltaBase
+from neuzip.compress.device import Device
+from neuzip.compress.gpu import Gpu
 from neuzip.compress.ranks import Ranks
 from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan_file
 from neuzip.compress.schemes import codec_for
 from neuzip.compress.schemes.codec import TensorInput
-from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, shifted
+from neuzip.compress.schemes.coded_blocks import code_table, expected_code_bytes
+from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, count, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.container import Container
 from neuzip.formats.hub.push_plan import plan_push
 from neuzip.formats.manifest import check_requirements
 from neuzip.formats.safetensors_file import TensorInfo
+from neuzip.kernels import rans
 from neuzip.kernels.grid import Grid, Spread, factor_bytes
 from neuzip.runtime.read_gpu import read_on
 
@@ -221,6 +225,21 @@ def test_sizes_are_predicted() -> None:
     assert codec.predict(tensor, fine) == codec_for(Scheme()).predict_exact(tensor)
 
 
+@pytest.mark.parametrize(("share", "group"), [(2.5, 1), (2.0, 2)])
+def test_pairs_are_coded_unless_single_codes_take_less(share: float, group: int) -> None:
+    """Of Gaussian weights with 2.5 steps a standard deviation, many pairs are rarer than a table can say."""
+    codes = (weights(1 << 18, dtype=torch.float32) * share).round().to(torch.int16).numpy()
+    bits = code_bits(int(codes.min()), int(codes.max()))
+    counted = count(shifted(codes, bits), bits)
+    table = code_table(counted)
+    assert table.group == group
+    shares = counted.exponents[counted.exponents > 0] / codes.size
+    entropy = -(shares * np.log2(shares)).sum()
+    words = rans.encode(shifted(codes, bits), table).words.nbytes
+    assert 8 * words / codes.size < entropy + 0.04
+    assert expected_code_bytes(counted, codes.size) == pytest.approx(words, rel=0.01)
+
+
 def test_codes_have_the_least_bits_that_hold_them() -> None:
     for low, high, bits in ((0, 0, 2), (-2, 1, 2), (-3, 0, 3), (0, 2, 3), (-128, 127, 8), (-129, 0, 9)):
         assert code_bits(low, high) == bits
@@ -345,3 +364,33 @@ def test_a_pushed_folder_requires_the_feature_too(checkpoint: Path, tmp_path: Pa
     assert isinstance(manifest, bytes)
     assert json.loads(manifest)["requires"] == ["quantized"]
     assert json.loads(manifest)["files"]["README.md"]["kind"] == "rewritten"
+
+
+def test_a_gpu_restores_the_same(tmp_path: Path) -> None:
+    """The card, or the CPU with the kernels interpreted. Corrupt words are named as by the CPU."""
+    card = Device("card", Gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    wide = weights(40, 72, dtype=torch.float32) * torch.linspace(0.3, 3, 40)[:, None]
+    save_file({"a": weights(60, 40), "b": wide, "c": weights(3001, seed=1)}, tmp_path / "plain.safetensors")
+    rules = [
+        Rule("a", STEP),
+        Rule("b", Scheme("quantized", step=0.1, row_factors=True, column_factors=True)),
+        Rule("c", Scheme("quantized", step=0.5)),
+    ]
+    small = tmp_path / "small.safetensors"
+    compress(tmp_path / "plain.safetensors", small, rules)
+    assert {record["scheme"] for record in records(small).values()} == {"quantized"}
+    decompress(small, tmp_path / "here.safetensors")
+    report = decompress(small, tmp_path / "there.safetensors", device=card)
+    assert report.device == "card"
+    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+
+    with FolderSource(small) as source:
+        tensor = next(t for t in source.tensors() if t.name == "b")
+        at = next(e.start for e in source.extents(tensor) if e.stream == "words") + 2
+    data = bytearray(small.read_bytes())
+    data[at] ^= 1
+    small.write_bytes(data)
+    with FolderSource(small, device=card) as source:
+        tensor = next(t for t in source.tensors() if t.name == "b")
+        with pytest.raises(FormatError, match="from block 0 on: block 0 is corrupt"):
+            source.read(tensor)

@@ -603,7 +603,7 @@ def test_a_ternary_model_needs_no_permission(neuzip: Speak, model: Path, tmp_pat
     assert said.exit_code == 0
     assert "lossless: all 6 tensors, bit for bit" in said.stdout
     said = neuzip("compress", model, tmp_path / "human", "--ternary", "--allow-destructive")
-    assert "2 of them rounded to ternary: they differ from the original by 5" in said.stdout
+    assert "tensors rounded to ternary: they differ from the original by 5" in said.stdout
 
 
 @pytest.mark.parametrize(

@@ -467,9 +467,10 @@ def test_an_original_that_is_broken_is_no_fault_of_a_scheme(tmp_path: Path, monk
 @pytest.mark.gpu
 @pytest.mark.parametrize("residency", ["dense", "packed", "ans"])
 def test_on_a_gpu_lossless_is_the_same_to_the_last_bit(residency):
-    asked = parse_schemes("lossless,k1", "")
+    asked = parse_schemes("lossless,k1,bits5", "", "q4_0")
     found = sweep(setting(device="cuda", residency=residency), asked, None, stage)
-    lossless, rounded = found.rows
+    lossless, rounded, quantized, yardstick = found.rows
+    assert max(quantized.comparison.kld.mean.value, yardstick.comparison.kld.mean.value) < 0.1
     assert lossless.comparison.identical or residency == "packed"  # whose sums are in another order
     assert lossless.comparison.kld.mean.value < 1e-3 < rounded.comparison.kld.mean.value
     assert lossless.decode_bytes_per_second > 0 and found.device != "cpu"
@@ -483,7 +484,7 @@ def test_picture_names_every_number_of_bits(made):
     for axes in figure.axes:
         assert {"lossless", "k3", "k0", "q4_0"} <= {text.get_text() for text in axes.texts}
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert labels == {"rounded", "rounded, blocks of 64", "yardsticks"}
+    assert labels == {"rounded", "blocks of 64", "yardsticks"}
 
 
 def test_pictures_are_files_of_their_kind(made):

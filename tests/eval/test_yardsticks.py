@@ -15,7 +15,7 @@ from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.sweep.savings import savings
-from neuzip.eval.yardsticks import floats
+from neuzip.eval.yardsticks import floats, table
 from neuzip.eval.yardsticks.checkpoint import write_restored
 from neuzip.eval.yardsticks.names import NAMES, parse_yardsticks
 from neuzip.eval.yardsticks.table import YARDSTICKS
@@ -170,6 +170,24 @@ def test_edges(name: str) -> None:
     assert yardstick.restored(tiny).isfinite().all()
     with pytest.raises(ValueError, match="takes matrices"):
         yardstick.restored(torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_tensors_are_restored_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = weights(7, 40)
+    whole = YARDSTICKS[name].restored(matrix)
+    monkeypatch.setattr(table, "PIECE", 90)
+    assert torch.equal(YARDSTICKS[name].restored(matrix), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_restores_what_a_cpu_does(name: str) -> None:
+    """But for rounding of products: a quotient next to the middle of two codes, or a scale of Q6_K."""
+    matrix = weights(64, 512)
+    ours, expected = YARDSTICKS[name].restored(matrix.cuda()).cpu(), YARDSTICKS[name].restored(matrix)
+    close = torch.isclose(ours, expected, rtol=1e-5, atol=0)
+    assert close.float().mean().item() > 0.99
 
 
 @pytest.mark.parametrize("text", ["", "q3", "all,q4_0"])

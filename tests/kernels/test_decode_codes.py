@@ -14,6 +14,7 @@ from grid_codes import CodedSample, bits_of, code_grid, gaussian_codes, grid_of,
 
 from neuzip.kernels import rans
 from neuzip.kernels.grid import Grid
+from neuzip.kernels.rans.chosen import coded_items
 from neuzip.kernels.rans.coded import (
     COLUMN_FACTORS,
     CROSSING_ROWS,
@@ -25,6 +26,7 @@ from neuzip.kernels.rans.coded import (
 from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.ops import ResidentTensor
+from neuzip.kernels.rans.products import can_multiply
 from neuzip.kernels.rans.triton import decode as triton_decode
 from neuzip.kernels.rans.triton import stream_codes
 
@@ -277,3 +279,18 @@ def test_more_than_two_to_the_31_weights() -> None:
     for first in (0, 2 * blocks - 2):
         values = Grid(0.01, rows[first : first + 2]).values(on_device, torch.bfloat16)
         assert torch.equal(out.view(-1, columns)[first : first + 2], values.view(torch.int16))
+
+
+def test_items_are_chosen_and_may_be_in_host_memory() -> None:
+    """Matrices of two experts, coded together: of a list, into slots, from the device or from the host."""
+    one = sample((2, 12, 40), 3.0, columns=True)
+    resident = ResidentTensor.of(one.coded, (0, 480, 960))
+    for there in (resident, resident.offloaded()):
+        items = coded_items([[[(there, 0)], [(there, 1)]]])
+        out = torch.full((2 * items.slot_bytes,), 0xA5, dtype=torch.uint8, device=DEVICE)
+        items.decode(torch.tensor([1, 0], dtype=torch.int32, device=DEVICE), 0, out)
+        for slot, item in enumerate((1, 0)):
+            first = slot * items.slot_bytes + items.regions[0].start
+            values = out[first : first + 960].view(torch.int16).cpu()
+            assert torch.equal(values, one.patterns[item * 480 : (item + 1) * 480])
+    assert not can_multiply([[(resident, 0)], [(resident, 1)]], 40)

@@ -135,7 +135,7 @@ def test_a_negative_code_that_rounds_to_zero_keeps_its_sign_where_the_dtype_has_
     assert pattern.view(FORMATS[name].dtype).tolist() == [sign, 0, 0]
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 0), (0, 3), (5, 7), (2, 3, 4), (6, 1)])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 0), (0, 3), (3, 5), (2, 2, 4), (6, 1)])
 @pytest.mark.parametrize("factored", ["", "r", "c", "rc"])
 @pytest.mark.parametrize("at_a_time", [3, 1000])
 def test_shapes_and_ranges(

@@ -217,7 +217,7 @@ def _entry(
 ):  # fmt: skip
     """States after a step of every lane, words taken, and entries of the table."""
     if STREAM:
-        x, p, entry = next_entry(x, p, words, end, tables, ring, shared, SHIFT, L, COMPILED)
+        x, p, entry = next_entry(x, p, words, end, tables, ring, shared, SHIFT, True, L, COMPILED)
     else:
         entry = tl.load(tables + (x & _SLOTS)).to(tl.uint32, bitcast=True)
         x = ((entry >> SHIFT) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)

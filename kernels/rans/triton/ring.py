@@ -23,14 +23,14 @@ TABLE_BYTES, RING_BYTES = 4 * SCALE, 2 * PIECE * PIECES
 """Bytes of shared memory: of a program's table, and of a warp's ring."""
 
 _LANES, _SLOTS, _SCALE_BITS, _LOWER = (tl.constexpr(v) for v in (LANES, SCALE - 1, SCALE_BITS, LOWER))
-_TABLE_BYTES, _PIECES = tl.constexpr(TABLE_BYTES), tl.constexpr(PIECES)
+_TABLE_BYTES, _RING_BYTES, _PIECES = (tl.constexpr(v) for v in (TABLE_BYTES, RING_BYTES, PIECES))
 
 
 @triton.jit
 def to_shared(tables, WARP_BYTES: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr):
     """Where the memory of a program is, once all its threads have put the table there: [L].
 
-    It has WARP_BYTES for each warp behind the table.
+    It has WARP_BYTES for each warp behind the table, and if these are a multiple of a ring, one ring more.
     """
     start = tl.zeros([L], tl.int64) + tables.to(tl.int64)
     if COMPILED:
@@ -44,12 +44,13 @@ def to_shared(tables, WARP_BYTES: tl.constexpr, L: tl.constexpr, COMPILED: tl.co
 
 @triton.constexpr_function
 def _filling(threads, warp_bytes):
+    spare = 0 if warp_bytes % RING_BYTES else RING_BYTES
     turns = range(SCALE // (4 * threads))
     words = [", ".join(f"w{4 * turn + k}" for k in range(4)) for turn in turns]
     loads = [f"ld.global.v4.b32 {{{words[i]}}}, [from + {16 * threads * i}];" for i in turns]
     stores = [f"st.shared.v4.b32 [to + {16 * threads * i}], {{{words[i]}}};" for i in turns]
     return f"""{{
-        .shared .align 16 .b8 memory[{TABLE_BYTES + threads // LANES * warp_bytes}];
+        .shared .align 16 .b8 memory[{TABLE_BYTES + spare + threads // LANES * warp_bytes}];
         .reg .b32 first, to, w<{4 * len(turns)}>;
         .reg .b64 from;
         mov.u32 first, memory;
@@ -66,8 +67,14 @@ def _filling(threads, warp_bytes):
 
 @triton.jit
 def own_memory(shared, WARP_BYTES: tl.constexpr, L: tl.constexpr):
-    """Where the memory of each lane's warp is, which begins with its ring: [L]."""
-    return shared + _TABLE_BYTES + tl.arange(0, L) // _LANES * WARP_BYTES
+    """Where the memory of each lane's warp is, which begins with its ring: [L].
+
+    If WARP_BYTES are a multiple of a ring, so are the places of rings, wherever the memory of a program is.
+    """
+    first = shared + _TABLE_BYTES
+    if WARP_BYTES % _RING_BYTES == 0:
+        first = (first + (_RING_BYTES - 1)) & -_RING_BYTES
+    return first + tl.arange(0, L) // _LANES * WARP_BYTES
 
 
 @triton.jit
@@ -149,11 +156,13 @@ def wait_all(own, COMPILED: tl.constexpr):
 
 @triton.jit
 def next_entry(
-    x, p, words, end, tables, own, shared, SHIFT: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr
+    x, p, words, end, tables, own, shared,
+    SHIFT: tl.constexpr, IN_BYTES: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane: states, words taken, and entries of the table.
 
-    SHIFT: where the frequency begins in an entry.
+    SHIFT: where the frequency begins in an entry. IN_BYTES: p counts bytes of words taken, and rings begin at
+    multiples of their size, which saves an instruction.
     """
     if COMPILED:
         entry = tl.inline_asm_elementwise(
@@ -166,9 +175,12 @@ def next_entry(
     x = ((entry >> SHIFT) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
     if COMPILED:
         x, p = tl.inline_asm_elementwise(
-            _refilling(), "=r,=r,r,r,r,r", [x, p, own, (1 << tl.arange(0, L) % _LANES) - 1],
+            _refilling(IN_BYTES), "=r,=r,r,r,r,r", [x, p, own, (1 << tl.arange(0, L) % _LANES) - 1],
             dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
+    elif IN_BYTES:
+        x, p = refilled(x, p >> 1, words, end, L)
+        p = p << 1
     else:
         x, p = refilled(x, p, words, end, L)
     return x, p, entry
@@ -189,7 +201,10 @@ def refilled(x, p, words, end, L: tl.constexpr):
 
 
 @triton.constexpr_function
-def _refilling():
+def _refilling(in_bytes):
+    ring = PIECE * PIECES
+    in_words = f"add.s32 at, at, $3; and.b32 at, at, {ring - 1}; shl.b32 at, at, 1; add.u32 at, at, $4;"
+    bytes_in_ring = f"shl.b32 at, at, 1; add.s32 at, at, $3; lop3.b32 at, at, {2 * ring - 1}, $4, 0xEA;"
     return f"""{{
         .reg .pred need;
         .reg .b32 ballot, lower, at, word, filled, all;
@@ -197,14 +212,12 @@ def _refilling():
         vote.sync.ballot.b32 ballot, need, 0xffffffff;
         and.b32 lower, $5, ballot;
         popc.b32 at, lower;
-        add.s32 at, at, $3;
-        and.b32 at, at, {PIECE * PIECES - 1};
-        shl.b32 at, at, 1;
-        add.u32 at, at, $4;
+        {bytes_in_ring if in_bytes else in_words}
         @need ld.shared.u16 word, [at];
         prmt.b32 filled, $2, word, 0x1054;
         selp.b32 $0, filled, $2, need;
         popc.b32 all, ballot;
+        {"shl.b32 all, all, 1;" if in_bytes else ""}
         add.s32 $1, $3, all;
         }}"""
 

@@ -133,7 +133,7 @@ def _step(
     IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane: its exponents. `p` counts the words taken so far."""
-    x, p, entry = next_entry(x, p, words, end, tables, own, shared, 4, L, COMPILED)
+    x, p, entry = next_entry(x, p, words, end, tables, own, shared, 4, False, L, COMPILED)
     return x, p, _exponents_of(entry, exponents, lowest, IN_A_ROW, M, COMPILED)
 
 

@@ -70,6 +70,7 @@ def runs_of_codes(
     end = tl.where(limit > 0, limit + skipped, 0)  # 0: no words, wherever they should be
     ring = own_memory(shared, WARP_BYTES, L)
     piece = fill_ring(p, end, words, ring, lane, COMPILED)
+    p = p << 1
     for _ in tl.static_range(_AHEAD):
         end_group(ring, COMPILED)
 
@@ -86,7 +87,7 @@ def runs_of_codes(
     row_factor, column_factors = _load_factors(rows, has_rows, columns, column, GRID)
     for run in range(_RUNS - 1):
         wait(ring, _AHEAD, COMPILED)
-        piece = copy_words(p, piece, end, words, ring, lane, COMPILED)
+        piece = copy_words(p >> 1, piece, end, words, ring, lane, COMPILED)
         end_group(ring, COMPILED)
         scale, factors = step * factor_of(row_factor), column_factors
         column += more_columns
@@ -127,7 +128,7 @@ def runs_of_codes(
         step * factor_of(row_factor), column_factors, BITS, M, GRID, COMPILED,
     )  # fmt: skip
     wait_all(ring, COMPILED)
-    return x, p - skipped
+    return x, (p >> 1) - skipped
 
 
 @triton.jit
