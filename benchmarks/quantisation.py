@@ -101,8 +101,8 @@ def main() -> None:
     environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
     facts = {
         "text": Path(options.text).name, "tokens": judge.tokens, "calibration": options.calibration.name,
-        "calibration_tokens": windows.tokens, "feedback": settings.feedback, "calibration_s": round(seconds, 1),
-        "threads": torch.get_num_threads(), "device": judge.device.type,
+        "calibration_tokens": windows.tokens, "feedback": settings.feedback,
+        "calibration_s": round(seconds, 1), "threads": torch.get_num_threads(), "device": judge.device.type,
     }  # fmt: skip
     section = options.name + (" nearest" if options.nearest else "")
     what = "bits a weight of the whole model, everything included, at stated KL divergences"

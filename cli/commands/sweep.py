@@ -123,10 +123,12 @@ def command(
     )  # fmt: skip
     if is_calibrated:
         setting = with_calibration(setting, text, calibration)
+        if setting.calibration is not None and setting.calibration.note:
+            out.status(setting.calibration.note)
     result = sweep(setting, wanted, output, out.stage, overwrite=overwrite)
     show_sweep(out, result, setting.calibration)
     for one in result.failed:
-        out.warning(f"{one.scheme} breaks the model: {one.reason}")
+        out.warning(f"{one.scheme} has no results: {one.reason}")
     if output is not None:
         out.status(f"wrote {output}: one JSON file per scheme, sweep.svg, sweep.png")
     out.result(

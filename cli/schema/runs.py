@@ -221,7 +221,7 @@ COMMANDS: Mapping[str, Keys] = {
         resumed    : integer - schemes that an earlier run had measured
         rows       : list of SweepRow - each scheme and yardstick
         savings    : list of SweepSaving - quantised weights compared with each yardstick
-        failed     : list of SweepFailure - schemes whose model is not finite
+        failed     : list of SweepFailure - schemes without results
         output     : string or null - folder of results
     """),
     "layers": keys_of("""

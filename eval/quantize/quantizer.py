@@ -126,7 +126,7 @@ def _narrow(coded: CodesOnGrid | None) -> CodesOnGrid | None:
     """Codes as int8 if they fit, so that less memory keeps them."""
     if coded is None or not coded[0].size or not -128 <= coded[0].min() <= coded[0].max() <= 127:
         return coded
-    return coded[0].astype(np.int8), coded[1]  # type: ignore[return-value]
+    return coded[0].astype(np.int8), coded[1]
 
 
 class Quantizer:
@@ -167,7 +167,7 @@ class Quantizer:
         model    the checkpoint as a live model with dense weights, or None for no calibration
         windows  tokens of a text; None for no calibration. Then steps follow the spread of a tensor's weights
 
-        Raises NeuzipError for a model that computes something else than finite numbers.
+        Raises NeuzipError for a model that computes NaN or infinity on the text.
         """
         settings = settings or CalibrationSettings()
         wanted = set(names)
@@ -218,7 +218,7 @@ def _calibrate(
     source: FolderSource, tensors: Sequence[SourceTensor], statistics: ModelStatistics, on_weights: OnTokens
 ) -> list[CalibratedTensor]:
     """Steps and feedback of tensors. Those with infinities or NaNs are left out."""
-    spreads = {key: ErrorSpread.of(gram) for key, gram in statistics.grams.items() if bool(gram.any())}
+    compensations = _compensations(statistics.grams)
     choices = []
     for tensor in tensors:
         weight = _weights(source, tensor)
@@ -228,14 +228,25 @@ def _calibrate(
             if known is None:
                 choices.append(_uncalibrated(tensor, weight, rms))
             else:
-                errors = spreads.get(known.gram) if known.gram is not None else None
-                share = 1.0
-                if errors is not None and known.gram is not None:
-                    energy = statistics.grams[known.gram].diagonal().mean()
-                    share = float(errors.pivots().mean() / energy)
+                errors, share = compensations.get(known.gram, (None, 1.0))
                 choices.append(_Choice.of(tensor, weight, None, errors, rms, known.sensitivity * share))
         on_weights(tensor.info.numel)
     return _with_steps(choices)
+
+
+def _compensations(grams: dict[str, Tensor]) -> dict[str | None, tuple[ErrorSpread, float]]:
+    """How errors are compensated, and the share of their divergence that is left, by keys of Gram matrices.
+
+    The Gram matrices are removed one by one, as they take much memory.
+    """
+    compensations: dict[str | None, tuple[ErrorSpread, float]] = {}
+    for key in list(grams):
+        gram = grams.pop(key)
+        energy = float(gram.diagonal().mean())
+        if energy > 0:
+            errors = ErrorSpread.of(gram)
+            compensations[key] = errors, float(errors.pivots().mean()) / energy
+    return compensations
 
 
 @dataclass(frozen=True, eq=False)

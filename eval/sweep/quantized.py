@@ -14,6 +14,7 @@ from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import remove
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.comparison import BaselineComparison, Stage
+from neuzip.eval.plans.held_codes import HeldCodes
 from neuzip.eval.plans.quantized_matrices import QuantizedMatrices, step_within
 from neuzip.eval.quantize.quantizer import Quantizer
 from neuzip.runtime.hf.load import load_model
@@ -36,6 +37,7 @@ class SweepQuantizer:
     """Compresses one checkpoint to any number of bits per weight. `opened` makes one."""
 
     setting: SweepSetting
+    workers: Workers
     matrices: QuantizedMatrices
     quantizer: Quantizer
     weights: int
@@ -58,7 +60,7 @@ class SweepQuantizer:
                 if baseline.residency != "dense":
                     model = load_model(setting.src, baseline.dtype, baseline.device, attention=False)
             quantizer = Quantizer.prepare(model, source, names, windows, stage=stage)
-            yield cls(setting, matrices, quantizer, plan.weights)
+            yield cls(setting, workers, matrices, quantizer, plan.weights)
 
     def compress(self, bits: float, dst: Path, stage: Stage) -> CompressionReport:
         """Write the checkpoint to `dst` with about so many bits per weight, of its weight files.
@@ -84,9 +86,12 @@ class SweepQuantizer:
 
     def _compress(self, limit: float, dst: Path, stage: Stage) -> CompressionReport:
         """Compress with the finest step whose predicted bytes are within a limit, or with the coarsest."""
-        setting = self.setting
-        codes = self.quantizer.at(step_within(limit, self._expected, self.quantizer.largest_step))
-        rules = self.matrices.rules(self.matrices.grids(codes), rules_of_options(None, "none"))
+        setting, tensors = self.setting, self.matrices.tensors
+        step = step_within(limit, self._expected, self.quantizer.largest_step)
+        weights = sum(tensor.info.numel for tensor in tensors)
+        with stage(f"{dst.name}: quantise", weights, "weights") as advance:
+            codes = HeldCodes.of(self.quantizer.at(step), tensors, self.workers, advance)
+        rules = self.matrices.rules(codes.grids, rules_of_options(None, "none"))
         with stage(f"{dst.name}: compress", weight_bytes(setting.src), "bytes") as advance:
             return compress(
                 setting.src, dst, rules, jobs=setting.jobs, device=setting.coder, on_bytes=advance,

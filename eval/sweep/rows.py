@@ -66,7 +66,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Failure:
-    """A scheme that leaves a model whose predictions are not finite: the content of its `.failed` file."""
+    """A scheme that breaks the model, or cannot be so small: the content of its `.failed` file."""
 
     scheme: str
     reason: str

@@ -40,8 +40,9 @@ def sweep(
 ) -> Sweep:
     """Measure all schemes, or those that are not in the folder `out` yet, and draw them there.
 
-    A scheme that breaks the model is noted, and the sweep goes on. Raises NeuzipError, also if every scheme
-    does, and WouldOverwrite if `out` holds results of something else.
+    A scheme that breaks the model, or cannot be as small as it should, is noted, and the sweep goes on.
+    Raises NeuzipError, also if that is so of all schemes, and WouldOverwrite for a folder `out` of
+    something else.
     """
     with temporary_folder() if out is None else work_folder(out) as work:
         schemes = _distinct(setting.src, schemes)
@@ -64,8 +65,8 @@ def sweep(
         )
         if not outcome.rows:
             raise NeuzipError(
-                f"every scheme breaks the model: {outcome.failed[0].scheme}: {outcome.failed[0].reason}",
-                "try more mantissa bits, or `dtype='float32'`",
+                f"no scheme has results: {outcome.failed[0].scheme}: {outcome.failed[0].reason}",
+                "try more bits, or `dtype='float32'`",
             )
         if out is not None:
             keep_pictures(out, outcome, setting.src.resolve().name)

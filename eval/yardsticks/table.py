@@ -37,7 +37,9 @@ class Yardstick:
             return weight.float()
         matrix = weight.reshape(-1, weight.shape[-1])
         rows = len(matrix) if self._is_of_the_whole else max(1, PIECE // matrix.shape[1])
-        return torch.cat([self.restore(piece.float()) for piece in matrix.split(rows)]).reshape(weight.shape)
+        return torch.cat([self.restore(piece.float()) for piece in torch.split(matrix, rows)]).reshape(
+            weight.shape
+        )
 
     @property
     def _is_of_the_whole(self) -> bool:
