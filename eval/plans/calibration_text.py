@@ -30,6 +30,12 @@ COMPARED_ON_CPU = 8192
 CALIBRATING = {"cpu": 6144, "cuda": 98304}
 """Tokens of text that calibrate at most, by the type of the device."""
 
+WINDOW = {"cpu": 256, "cuda": 1024}
+"""Tokens of a window of calibration at most, by the type of the device.
+
+Gradients of many short windows vary less than those of few long ones, but short ones leave a GPU idle.
+"""
+
 LEAST = 512
 """Tokens without which a text neither calibrates nor compares."""
 
@@ -50,8 +56,9 @@ class CalibrationText:
     note: str = ""
 
     def windows(self, baseline: BaselineComparison) -> CalibrationWindows:
-        """The text in windows of the same length as those of a comparison."""
-        return CalibrationWindows.of(self.ids, baseline.reading.convention.window, self.front)
+        """The text in windows, no longer than those of a comparison."""
+        width = min(WINDOW[baseline.device.type], baseline.reading.convention.window)
+        return CalibrationWindows.of(self.ids, width, self.front)
 
     @property
     def fingerprint(self) -> str:
