@@ -25,7 +25,7 @@ COMPARED = 16384
 """Tokens of text on which plans are compared, if there are as many."""
 
 COMPARED_ON_CPU = 8192
-"""As many for plans of quantised weights on a CPU: a comparison is most of the time of a trial."""
+"""Tokens on which quantised plans are compared on a CPU, where a comparison is most of a trial's time."""
 
 CALIBRATING = {"cpu": 6144, "cuda": 98304}
 """Tokens of text that calibrate at most, by the type of the device."""
