@@ -31,6 +31,7 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.texts import read_text
+from neuzip.eval.plans.held_codes import HeldCodes
 from neuzip.eval.plans.quantized_matrices import QuantizedMatrices
 from neuzip.eval.plans.trial_model import TrialModel
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
@@ -95,14 +96,14 @@ def main() -> None:
         trials = TrialModel(judge.model, source, matrices.tensors)
         results = []
         for row in TABLE[options.name]:
-            results.append(measured(row, options.checkpoint, judge, matrices, quantizer, trials))
+            results.append(measured(row, options.checkpoint, judge, matrices, quantizer, trials, workers))
             print(line(results[-1]), flush=True)
     on_gpu = judge.device.type == "cuda"
     environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
     facts = {
         "text": Path(options.text).name, "tokens": judge.tokens, "calibration": options.calibration.name,
-        "calibration_tokens": windows.tokens, "feedback": settings.feedback, "calibration_s": round(seconds, 1),
-        "threads": torch.get_num_threads(), "device": judge.device.type,
+        "calibration_tokens": windows.tokens, "feedback": settings.feedback,
+        "calibration_s": round(seconds, 1), "threads": torch.get_num_threads(), "device": judge.device.type,
     }  # fmt: skip
     section = options.name + (" nearest" if options.nearest else "")
     what = "bits a weight of the whole model, everything included, at stated KL divergences"
@@ -130,21 +131,23 @@ def measured(
     matrices: QuantizedMatrices,
     quantizer: Quantizer,
     trials: TrialModel,
+    workers: Workers,
 ) -> dict[str, Any]:
     """The bits of a checkpoint at the divergence of a row."""
     assert quantizer.curvature is not None
     step, tried, began = math.sqrt(row.divergence / quantizer.curvature), 0, time.perf_counter()
     while True:
         tried += 1
-        grids = trials.take(quantizer.at(step)).grids
+        codes = HeldCodes.of(quantizer.at(step), matrices.tensors, workers, lambda count: None)
+        trials.take(codes)
         kld = judge.compare(trials.headed).kld.mean
         if CLOSE * row.divergence <= kld.value <= row.divergence:
             break
         step *= math.sqrt(AIM * row.divergence / kld.value)
     seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:
-        rules = matrices.rules(grids, [Rule("*", LOSSLESS)])
-        report = compress(checkpoint, Path(folder) / "small", rules, prepared=quantizer.at(step))
+        rules = matrices.rules(codes.grids, [Rule("*", LOSSLESS)])
+        report = compress(checkpoint, Path(folder) / "small", rules, prepared=codes)
     weights = sum(tensor.info.numel for tensor in matrices.source.tensors())
     bits = 8 * report.stored_weight_bytes / weights
     predicted = 8 * (matrices.fixed + quantizer.expected_bytes(step)) / weights

@@ -12,7 +12,7 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
-from neuzip.cli.show.demo import MANTISSA_BITS, show_versions
+from neuzip.cli.show.demo import BITS, show_versions
 from neuzip.cli.text import bytes_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import VerificationError, WouldOverwrite
@@ -28,7 +28,11 @@ EXAMPLES = [
     "neuzip demo --output /tmp/demo --overwrite",
 ]
 
-FOLDERS = {"lossless": "the same weights", "rounded": "3 mantissa bits", "restored": "the original again"}
+FOLDERS = {
+    "lossless": "the same weights",
+    "quantized": "5 bits per weight",
+    "restored": "the original again",
+}
 
 
 def command(
@@ -44,17 +48,17 @@ def command(
     """Compress, verify, restore and evaluate the built-in checkpoint"""
     began = time.monotonic()
     out = Output(json=json, quiet=quiet)
-    lossless, rounded, restored = paths = [output / name for name in FOLDERS]
+    lossless, quantized, restored = paths = [output / name for name in FOLDERS]
     _make_room(output, paths, overwrite)
     let_threads_sleep()
     out.loading()
     from neuzip.eval.demo import CHECKPOINT
 
     bound = _inspect(out, CHECKPOINT)
-    reports = _compress(out, CHECKPOINT, lossless, rounded)
-    _verify(out, CHECKPOINT, lossless, rounded)
+    reports = _compress(out, CHECKPOINT, lossless, quantized)
+    _verify(out, CHECKPOINT, lossless, quantized)
     files = _restore(out, CHECKPOINT, lossless, restored)
-    evaluation = _evaluate(out, CHECKPOINT, lossless, rounded)
+    evaluation = _evaluate(out, CHECKPOINT, lossless, quantized)
     seconds = time.monotonic() - began
     show_versions(out, reports, evaluation)
     out.text(f"\nWrote in {seconds_text(seconds)}:")
@@ -119,29 +123,29 @@ def _inspect(out: Output, checkpoint: Path) -> float:
     return (inspection.bound_bytes or 0) / inspection.nbytes
 
 
-def _compress(out: Output, checkpoint: Path, lossless: Path, rounded: Path) -> list[CompressionReport]:
-    from neuzip.compress import compress
-    from neuzip.compress.rules import rules_of_options
+def _compress(out: Output, checkpoint: Path, lossless: Path, quantized: Path) -> list[CompressionReport]:
+    from neuzip.checkpoints import compress_checkpoint
 
-    out.status(f"2 compress: once without loss, once rounded to {MANTISSA_BITS} mantissa bits")
-    reports = [
-        compress(checkpoint, lossless),
-        compress(checkpoint, rounded, rules_of_options(MANTISSA_BITS, "none")),
+    out.status(f"2 compress: once without loss, once to {BITS} bits per weight")
+    reports: list[CompressionReport] = [
+        compress_checkpoint(checkpoint, lossless),
+        compress_checkpoint(checkpoint, quantized, bits=BITS, calibration="none", overwrite=True),
     ]
     sizes = [f"{bytes_text(r.stored_weight_bytes)} in {seconds_text(r.seconds)}" for r in reports]
     out.status(f"  {bytes_text(reports[0].weight_bytes)} to {sizes[0]}, and to {sizes[1]}")
     return reports
 
 
-def _verify(out: Output, checkpoint: Path, lossless: Path, rounded: Path) -> None:
+def _verify(out: Output, checkpoint: Path, lossless: Path, quantized: Path) -> None:
     from neuzip.compress import verify
 
     out.status("3 verify: check all checksums, decode everything, compare it with the original")
-    exact, close = verify(lossless, checkpoint), verify(rounded, checkpoint)
-    worst = max((t.max_relative or 0.0 for t in close.tensors), default=0.0)
+    exact, close = verify(lossless, checkpoint), verify(quantized, checkpoint)
+    worst = max((t.relative_l2 or 0.0 for t in close.tensors), default=0.0)
     same = len(exact.tensors) - len(exact.different)
     out.status(f"  lossless: {same} of {len(exact.tensors)} tensors identical, bit for bit")
-    out.status(f"  rounded: {len(close.different)} changed, no weight by more than {percent_text(worst, 1)}")
+    changed = len(close.different)
+    out.status(f"  quantized: {changed} changed, by up to {percent_text(worst, 1)} in the L2 norm")
 
 
 def _restore(out: Output, checkpoint: Path, lossless: Path, restored: Path) -> int:

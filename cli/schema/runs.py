@@ -320,11 +320,11 @@ COMMANDS: Mapping[str, Keys] = {
         weights         : integer - elements of all tensors
         weight_bytes    : integer [bytes] - weight files of the built-in checkpoint
         bound_ratio     : number - entropy bound of lossless coding, as a share of the tensors
-        compressed      : list of DemoStep - lossless, then rounded
+        compressed      : list of DemoStep - lossless, then quantized
         identical_files : integer - restored files that equal the original byte for byte
         convention      : Convention - how the text was predicted
         blocks          : string - samples of the standard errors, such as documents
-        scores          : list of Score - original, lossless, rounded
+        scores          : list of Score - original, lossless, quantized
         versions        : map of string - versions of neuzip, Python, torch, transformers
         seconds         : number [s] - wall time
     """),

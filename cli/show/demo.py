@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
     from neuzip.eval.measures.perplexity import Evaluation, ModelDifference
 
-MANTISSA_BITS = 3
+BITS = 5
+"""Bits per weight of the quantised version."""
 
 
 def show_versions(out: Output, reports: list[CompressionReport], evaluation: Evaluation) -> None:
@@ -25,9 +26,7 @@ def show_versions(out: Output, reports: list[CompressionReport], evaluation: Eva
         ["original", bytes_text(reports[0].weight_bytes), percent_text(1, 1),
          f"{8 * reports[0].weight_bytes / reports[0].weights:.2f}", estimate_text(original.token_perplexity)]
     ]  # fmt: skip
-    for name, report, score in zip(
-        ("lossless", f"{MANTISSA_BITS} mantissa bits"), reports, others, strict=True
-    ):
+    for name, report, score in zip(("lossless", "quantized"), reports, others, strict=True):
         rows.append(
             [name, bytes_text(report.stored_weight_bytes),
              percent_text(report.stored_weight_bytes, report.weight_bytes),

@@ -25,10 +25,16 @@ COMPARED = 16384
 """Tokens of text on which plans are compared, if there are as many."""
 
 COMPARED_ON_CPU = 8192
-"""As many for plans of quantised weights on a CPU: a comparison is most of the time of a trial."""
+"""Tokens on which quantised plans are compared on a CPU, where a comparison is most of a trial's time."""
 
 CALIBRATING = {"cpu": 6144, "cuda": 98304}
 """Tokens of text that calibrate at most, by the type of the device."""
+
+WINDOW = {"cpu": 256, "cuda": 1024}
+"""Tokens of a window of calibration at most, by the type of the device.
+
+Gradients of many short windows vary less than those of few long ones, but short ones leave a GPU idle.
+"""
 
 LEAST = 512
 """Tokens without which a text neither calibrates nor compares."""
@@ -50,8 +56,9 @@ class CalibrationText:
     note: str = ""
 
     def windows(self, baseline: BaselineComparison) -> CalibrationWindows:
-        """The text in windows of the same length as those of a comparison."""
-        return CalibrationWindows.of(self.ids, baseline.reading.convention.window, self.front)
+        """The text in windows, no longer than those of a comparison."""
+        width = min(WINDOW[baseline.device.type], baseline.reading.convention.window)
+        return CalibrationWindows.of(self.ids, width, self.front)
 
     @property
     def fingerprint(self) -> str:

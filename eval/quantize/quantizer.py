@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,32 +99,20 @@ class CalibratedTensor:
         return expected_code_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
 
 
+@dataclass(frozen=True, eq=False)
 class QuantizedModel:
     """Codes of a model's tensors for one mean step; `identity` names the calibration and the step.
 
-    Codes are computed when they are first asked for, by one thread at a time, and kept.
+    Codes are computed whenever they are asked for; several threads may ask.
     """
 
-    def __init__(self, identity: str, step: float, compute: Callable[[str], CodesOnGrid | None]) -> None:
-        self.identity, self.step = identity, step
-        self._compute = compute
-        self._known: dict[str, CodesOnGrid | None] = {}
-        self._lock = threading.Lock()
+    identity: str
+    step: float
+    quantizer: Quantizer
 
     def codes_of(self, name: str) -> CodesOnGrid | None:
         """The codes of a tensor in its shape, and their grid; None for a tensor that is not quantised."""
-        with self._lock:
-            if name not in self._known:
-                self._known[name] = _narrow(self._compute(name))
-            known = self._known[name]
-        return None if known is None else (known[0].astype(np.int16), known[1])
-
-
-def _narrow(coded: CodesOnGrid | None) -> CodesOnGrid | None:
-    """Codes as int8 if they fit, so that less memory keeps them."""
-    if coded is None or not coded[0].size or not -128 <= coded[0].min() <= coded[0].max() <= 127:
-        return coded
-    return coded[0].astype(np.int8), coded[1]  # type: ignore[return-value]
+        return self.quantizer.codes(name, self.step)
 
 
 class Quantizer:
@@ -150,7 +136,6 @@ class Quantizer:
         self._source = source
         self._tensors = {one.tensor.name: one for one in tensors}
         self._identity = identity
-        self._latest: QuantizedModel | None = None
 
     @classmethod
     def prepare(
@@ -167,7 +152,7 @@ class Quantizer:
         model    the checkpoint as a live model with dense weights, or None for no calibration
         windows  tokens of a text; None for no calibration. Then steps follow the spread of a tensor's weights
 
-        Raises NeuzipError for a model that computes something else than finite numbers.
+        Raises NeuzipError for a model that computes NaN or infinity on the text.
         """
         settings = settings or CalibrationSettings()
         wanted = set(names)
@@ -187,20 +172,14 @@ class Quantizer:
         return max(float(one.sample.abs().max()) for one in self._tensors.values() if len(one.sample))
 
     def at(self, step: float) -> QuantizedModel:
-        """The codes for a mean step: the geometric mean of the tensors' steps, weighted by their sizes.
-
-        Those of the latest step are kept.
-        """
-        if self._latest is None or self._latest.step != step:
-            identity = f"{self._identity}-{step.hex()}"
-            self._latest = QuantizedModel(identity, step, lambda name: self._codes(name, step))
-        return self._latest
+        """The codes for a mean step: the geometric mean of the tensors' steps, weighted by their sizes."""
+        return QuantizedModel(f"{self._identity}-{step.hex()}", step, self)
 
     def expected_bytes(self, step: float) -> int:
         """About the bytes of all streams for a mean step, found without computing the codes."""
         return sum(one.expected_bytes(step) for one in self._tensors.values())
 
-    def _codes(self, name: str, step: float) -> CodesOnGrid | None:
+    def codes(self, name: str, step: float) -> CodesOnGrid | None:
         """The codes of one tensor for a mean step, and their grid."""
         calibrated = self._tensors.get(name)
         if calibrated is None:
@@ -218,7 +197,7 @@ def _calibrate(
     source: FolderSource, tensors: Sequence[SourceTensor], statistics: ModelStatistics, on_weights: OnTokens
 ) -> list[CalibratedTensor]:
     """Steps and feedback of tensors. Those with infinities or NaNs are left out."""
-    spreads = {key: ErrorSpread.of(gram) for key, gram in statistics.grams.items() if bool(gram.any())}
+    compensations = _compensations(statistics.grams)
     choices = []
     for tensor in tensors:
         weight = _weights(source, tensor)
@@ -228,14 +207,25 @@ def _calibrate(
             if known is None:
                 choices.append(_uncalibrated(tensor, weight, rms))
             else:
-                errors = spreads.get(known.gram) if known.gram is not None else None
-                share = 1.0
-                if errors is not None and known.gram is not None:
-                    energy = statistics.grams[known.gram].diagonal().mean()
-                    share = float(errors.pivots().mean() / energy)
+                errors, share = compensations.get(known.gram, (None, 1.0))
                 choices.append(_Choice.of(tensor, weight, None, errors, rms, known.sensitivity * share))
         on_weights(tensor.info.numel)
     return _with_steps(choices)
+
+
+def _compensations(grams: dict[str, Tensor]) -> dict[str | None, tuple[ErrorSpread, float]]:
+    """How errors are compensated, and the share of their divergence that is left, by keys of Gram matrices.
+
+    The Gram matrices are removed one by one, as they take much memory.
+    """
+    compensations: dict[str | None, tuple[ErrorSpread, float]] = {}
+    for key in list(grams):
+        gram = grams.pop(key)
+        energy = float(gram.diagonal().mean())
+        if energy > 0:
+            errors = ErrorSpread.of(gram)
+            compensations[key] = errors, float(errors.pivots().mean()) / energy
+    return compensations
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ of its gradients in its place, G^T G: the Fisher information of columns, which X
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from neuzip.compress.expert_names import expert_name
+from neuzip.errors import NeuzipError
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.checkpoint_parameters import ParameterPart, PartsByTensor
 from neuzip.eval.quantize.gradients import OnTokens, drawn_gradients
@@ -47,7 +49,7 @@ class ModelStatistics:
     """
 
     tensors: Mapping[str, TensorStatistics]
-    grams: Mapping[str, Tensor]
+    grams: dict[str, Tensor]
 
 
 def gather(
@@ -117,12 +119,18 @@ class _Gathering:
                 self._add(self._of_gradients[name], g.reshape(-1, g.shape[-1]))
 
     def result(self, tokens: int) -> ModelStatistics:
-        """The sums, and squares as their means over tokens."""
+        """The sums, and squares as their means over tokens. Raises NeuzipError for what is not finite."""
+        means = {name: float(squares) / tokens for name, squares in self._squares.items()}
+        for name, mean in means.items():
+            gram = self._grams.get(self._keys.get(name, ""))
+            if not math.isfinite(mean) or (gram is not None and not bool(gram.isfinite().all())):
+                raise NeuzipError(
+                    f"{name}: its gradients or inputs on the calibration text hold NaN or infinity",
+                    "compute in another dtype with `dtype='float32'`, or leave out calibration",
+                )
+        smoothed = _smoothed(means)
         return ModelStatistics(
-            {
-                name: TensorStatistics(float(squares) / tokens, self._keys.get(name))
-                for name, squares in self._squares.items()
-            },
+            {name: TensorStatistics(mean, self._keys.get(name)) for name, mean in smoothed.items()},
             self._grams,
         )
 
@@ -148,7 +156,21 @@ def _linears(
     return linears
 
 
+def _smoothed(means: Mapping[str, float]) -> dict[str, float]:
+    """Sensitivities, that of each expert halfway to the mean of its layer: a text chooses few experts."""
+    layers: dict[str, list[float]] = defaultdict(list)
+    for name, mean in means.items():
+        layers[_kind(name)].append(mean)
+    of_layer = {kind: math.fsum(values) / len(values) for kind, values in layers.items()}
+    return {name: (mean + of_layer[_kind(name)]) / 2 for name, mean in means.items()}
+
+
+def _kind(name: str) -> str:
+    """A tensor's name, without the number of its expert."""
+    expert = expert_name(name)
+    return name if expert is None else expert.kind
+
+
 def _key(name: str, shape: torch.Size) -> str:
     """The key of a tensor's Gram matrix: the experts of a layer that have one shape share it."""
-    expert = expert_name(name)
-    return name if expert is None else f"{expert.kind} {tuple(shape)}"
+    return f"{_kind(name)} {tuple(shape)}"

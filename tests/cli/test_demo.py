@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def test_demo_in_all_modes(here: Path, in_all_modes):
     kept.write_text("mine")
     said = in_all_modes("demo", "--overwrite")
     assert kept.read_text() == "mine"
-    folders = [Path("neuzip-demo") / name for name in ("lossless", "rounded", "restored")]
+    folders = [Path("neuzip-demo") / name for name in ("lossless", "quantized", "restored")]
     assert said["quiet"].stdout.splitlines() == [str(folder) for folder in folders]
     assert (said["json"].stderr, said["quiet"].stderr) == ("", "")
 
@@ -48,23 +49,23 @@ def test_demo_in_all_modes(here: Path, in_all_modes):
     assert "  lossless: 56 of 56 tensors identical, bit for bit\n" in human.stderr
     assert "  all 5 files identical, byte by byte\n" in human.stderr
     rows = [line for line in human.stdout.splitlines() if " MB " in line]
-    assert [row.split("  ")[0] for row in rows] == ["original", "lossless", "3 mantissa bits"]
+    assert [row.split("  ")[0] for row in rows] == ["original", "lossless"]
     assert rows[0].split()[-3:] == rows[1].split()[-3:]  # perplexity, ±, its standard error
     assert f"text: demo (Python {platform.python_version()})\n" in human.stdout
     assert "lossless: bit-identical losses in every window\n" in human.stdout
-    assert "3 mantissa bits: +" in human.stdout
+    assert "\nquantized: " in human.stdout
+    assert re.search(r"\nquantized +8\d\d kB ", human.stdout)
     assert all(f"  {folder}: " in human.stdout for folder in folders)
     assert max(map(len, (human.stdout + human.stderr).splitlines())) <= 80
 
     answer = said["json"].json
     assert answer["paths"] == [str(folder) for folder in folders]
-    lossless, rounded = answer["compressed"]
+    lossless, quantized = answer["compressed"]
     assert answer["bound_ratio"] < lossless["ratio"] < 0.7
-    assert 0.40 < rounded["ratio"] < 0.45
-    assert rounded["bits_per_weight"] < 7.2
+    assert 4.95 <= quantized["bits_per_weight"] <= 5
     before, same, after = answer["scores"]
     assert same["difference"]["identical"]
-    assert 0 < abs(after["difference"]["nll"]["value"]) < 0.02
+    assert 0 < abs(after["difference"]["nll"]["value"]) < 0.03
     assert before["token_perplexity"]["value"] < 60
     assert answer["convention"]["windows"] > 30
     assert answer["versions"]["python"] == platform.python_version()

@@ -214,6 +214,19 @@ def test_an_interrupted_run_takes_its_step_again(
     assert again.report.tensors == first.report.tensors
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_calibrated_plan_is_smaller_than_one_rounded_to_nearest(neuzip: Speak, tmp_path: Path):
+    sizes = {}
+    for calibration in ("auto", "none"):
+        options = ("--max-kld", "0.02", "--calibration", calibration, "--device", "cuda", "--json")
+        said = neuzip("compress", CHECKPOINT, tmp_path / calibration, *options)
+        assert said.exit_code == 0, said.stderr
+        assert 0.9 * 0.02 <= said.json["target"]["delivered"]["kld"]["mean"]["value"] <= 0.02
+        assert len(said.json["target"]["trials"]) <= 5
+        sizes[calibration] = said.json["stored_weight_bytes"]
+    assert sizes["auto"] < 0.97 * sizes["none"]
+
+
 # The command
 
 

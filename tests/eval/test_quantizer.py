@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from neuzip.compress.sources.folder import FolderSource
+from neuzip.errors import NeuzipError
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.checkpoint_parameters import find_parameters
 from neuzip.eval.quantize.quantizer import Quantizer
@@ -165,3 +166,28 @@ def test_without_correlation_codes_are_the_nearest():
     grid = Grid(0.1)
     codes = grid_feedback(weight, grid, ErrorSpread.of(7.0 * torch.eye(24)), torch.bfloat16)
     assert torch.equal(codes, grid.codes(weight))
+
+
+@models.needs_version_5
+def test_experts_of_a_layer_share_products_and_have_steps_near_each_other(tmp_path):
+    model = models.MODELS["experts"]().eval()
+    model.save_pretrained(tmp_path)
+    windows = CalibrationWindows.of(torch.randint(model.config.vocab_size, (257,)), 16)
+    with FolderSource(tmp_path) as source:
+        tensors = [t for t in source.tensors() if len(t.info.shape) == 2]
+        places = find_parameters(model, source, tensors)
+        statistics = gather(model, places, windows, lambda count: None)
+    experts = {n: one for n, one in statistics.tensors.items() if "layers.1" in n and n.endswith("w2.weight")}
+    assert len(experts) == 4
+    assert len({one.gram for one in experts.values()}) == 1
+    of_all = [one.sensitivity for one in experts.values()]
+    assert min(of_all) >= sum(of_all) / 4 / 2
+    assert set(statistics.tensors) == {t.name for t in tensors}
+
+
+def test_a_model_that_overflows_is_refused(checkpoint):
+    model, path = checkpoint
+    broken = copy.deepcopy(model)
+    broken.model.norm.weight.data.fill_(torch.inf)
+    with FolderSource(path) as source, pytest.raises(NeuzipError, match="NaN or infinity"):
+        Quantizer.prepare(broken, source, matrices(source), WINDOWS)

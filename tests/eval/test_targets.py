@@ -634,7 +634,8 @@ def test_on_a_gpu_each_tensor_is_measured(uniform, tmp_path: Path):
 
 @pytest.mark.gpu
 def test_command_measures_on_a_gpu_if_there_is_one(neuzip: Speak, tmp_path: Path):
-    said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--max-kld", "0.02", "--json")
+    options = ("--max-kld", "0.02", "--scheme", "rounded", "--json")
+    said = neuzip("compress", CHECKPOINT, tmp_path / "a", *options)
     assert said.exit_code == 0, said.stderr
     target = said.json["target"]
     assert target["sensitivity"] == "measured" and target["met"] is True

@@ -31,6 +31,7 @@ from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.packed_linear.triton import linear, pack
+from neuzip.kernels.rans.coded import Kind
 from neuzip.kernels.rans.triton.decode import DecodeLaunch, compile_decoder, warps_of
 from neuzip.runtime.kernel_prefetch import StepShape, _launch_step
 from neuzip.kernels.step.triton import step

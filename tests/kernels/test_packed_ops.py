@@ -468,7 +468,7 @@ def test_x_that_is_not_contiguous() -> None:
 def test_weights_decoded_in_parts(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the weights are decoded to one buffer, some at a time; the last part is shorter."""
     monkeypatch.setattr(products, "CHUNK", 16 * 70 * 2)
-    monkeypatch.setattr(torch_ops, "RESULTS", 0)
+    monkeypatch.setattr(products, "RESULTS", 0)
     bias = gaussian((1, 40), torch.bfloat16)[0].to(DEVICE) if biased else None
     x = gaussian((torch_ops.FEW_ROWS + 6, 70), torch.bfloat16, 1.0).to(DEVICE)
     assert_as_good_as_dense(x, gaussian((40, 70), torch.bfloat16), bias)

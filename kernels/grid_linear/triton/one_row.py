@@ -38,12 +38,16 @@ class OneRowLaunch(NamedTuple):
 
 
 @functools.cache
-def one_row_launch(tiles: int, lanes: int, has_columns: bool, device: torch.device) -> OneRowLaunch:
-    """The launch for so many tiles and words of a row, from the table of the card."""
+def one_row_launch(
+    tiles: int, lanes: int, width: int, has_columns: bool, device: torch.device
+) -> OneRowLaunch:
+    """The launch for so many tiles and words of a row of codes of a width, from the table of the card."""
     a_processor = tiles / multiprocessors(device)
     most = launch_for("grid_linear.one_row_warps", device, tiles=a_processor)["warps"]
     warps = min(most, triton.next_power_of_2(triton.cdiv(lanes, 4)))
-    config = launch_for("grid_linear.one_row", device, warps=a_processor * warps, columns=has_columns)
+    config = launch_for(
+        "grid_linear.one_row", device, warps=a_processor * warps, width=width, columns=has_columns
+    )
     return OneRowLaunch(warps, config["ahead"], config["registers"])
 
 
@@ -68,7 +72,9 @@ def multiply_one_row(
 def _prepared(packed: GridTensor, one_row: OneRowLaunch | None, has_bias: bool) -> PreparedLaunch:
     """The launch for weights and one row. It takes y, x in pairs of columns, x, and a bias or None."""
     tiles, _, lanes = packed.words.shape[:3]
-    warps, ahead, registers = one_row or one_row_launch(tiles, lanes, packed.has_columns, packed.device)
+    warps, ahead, registers = one_row or one_row_launch(
+        tiles, lanes, packed.width, packed.has_columns, packed.device
+    )
     turns = triton.cdiv(lanes, 4 * warps)
     return PreparedLaunch(
         _one_row, FREE, FREE, FREE, packed.words, packed.row_steps, packed.row_terms,

@@ -38,7 +38,7 @@ def multiply_some_rows(
     half = packed.dtype == torch.float16
     wide = max(16, triton.next_power_of_2(rows))
     blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
-    config = launch_for("grid_linear.some_rows", device, rows=wide, columns=packed.has_columns)
+    config = launch_for("grid_linear.some_rows", device, rows=wide)
     programs, each = programs_of(blocks * turns, config["programs"], device)
     own_blocks = 1 + triton.cdiv(each - 1, turns)
     spread = {"turns": turns, "each": each, "own_blocks": own_blocks}
