@@ -71,7 +71,7 @@ def count(shifted_codes: Bits, bits: int) -> Census:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedCodes:
     """Codes of a tensor, and what they restore to, compared with the original."""
 
     codes: Codes
@@ -105,7 +105,7 @@ class Quantized:
 
 def quantize(
     read: Read, info: TensorInfo, fmt: FloatFormat, grid: Grid, codes: Codes | None, parallel: Map
-) -> Quantized:
+) -> QuantizedCodes:
     """A tensor on a grid: with these flat `codes`, or rounded to nearest.
 
     Raises NonFinite for infinities and NaNs, OutOfRange for a step that is too small for the weights or too
@@ -130,7 +130,7 @@ def quantize(
         error += part
         hashes[0].update(bits.data)
         hashes[1].update(restored.data)
-    quantized = Quantized(target, grid, hashes[0].hexdigest(), hashes[1].hexdigest(), error.ternary_loss)
+    quantized = QuantizedCodes(target, grid, hashes[0].hexdigest(), hashes[1].hexdigest(), error.ternary_loss)
     require_finite_values(grid, quantized.bits, fmt)
     return quantized
 

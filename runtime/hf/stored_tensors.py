@@ -243,8 +243,8 @@ class _PlacedTensor:
         return self
 
 
-class _TernaryTensor:
-    """A ternary matrix that transformers gets as a BitWeight, as `_PlacedTensor` gives others."""
+class _CompressedTensor:
+    """A tensor that transformers gets as a compressed weight, as `_PlacedTensor` gives others."""
 
     def __init__(
         self,
@@ -266,44 +266,6 @@ class _TernaryTensor:
     ) -> torch.Tensor:
         place = self._place or torch.device("cpu" if device is None else device)
         try:
-            ternary = read_ternary(self._source, self._tensor, place, verify=self._verify)
-        except NeuzipError as failure:
-            self._failures.append(failure)
-            raise
-        return BitWeight.of(TernaryWeight.of(ternary), self.dtype if dtype is None else dtype)
-
-    def __getitem__(self, index: Any) -> Any:
-        assert index is ...
-        return self
-
-
-class _QuantizedTensor:
-    """A quantized tensor that transformers gets as a compressed weight, as `_PlacedTensor` gives others.
-
-    `stored` gives its values, for dtypes that are not compressed, and where that would not pay.
-    """
-
-    def __init__(
-        self,
-        source: FolderSource,
-        tensor: SourceTensor,
-        stored: _EncodedTensor | _PlacedTensor,
-        place: torch.device | None,
-        failures: list[NeuzipError],
-        verify: bool,
-    ) -> None:
-        self._source, self._tensor, self._stored, self._place = source, tensor, stored, place
-        self._failures, self._verify = failures, verify
-        self.dtype, self.shape = stored.dtype, stored.shape
-
-    def is_floating_point(self) -> bool:
-        return True
-
-    def to(
-        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **_: object
-    ) -> torch.Tensor:
-        place = self._place or torch.device("cpu" if device is None else device)
-        try:
             return self._compressed(place, dtype or self.dtype)
         except NeuzipError as failure:
             self._failures.append(failure)
@@ -315,6 +277,30 @@ class _QuantizedTensor:
 
     def _compressed(self, place: torch.device, dtype: torch.dtype) -> torch.Tensor:
         raise NotImplementedError
+
+
+class _TernaryTensor(_CompressedTensor):
+    """A ternary matrix that transformers gets as a BitWeight."""
+
+    def _compressed(self, place: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        ternary = read_ternary(self._source, self._tensor, place, verify=self._verify)
+        return BitWeight.of(TernaryWeight.of(ternary), dtype)
+
+
+class _QuantizedTensor(_CompressedTensor):
+    """A quantized tensor. `stored` gives its values, where they stay dense: for dtypes, and for size."""
+
+    def __init__(
+        self,
+        source: FolderSource,
+        tensor: SourceTensor,
+        stored: _EncodedTensor | _PlacedTensor,
+        place: torch.device | None,
+        failures: list[NeuzipError],
+        verify: bool,
+    ) -> None:
+        super().__init__(source, tensor, place, failures, verify)
+        self._stored = stored
 
 
 class _GridTensor(_QuantizedTensor):

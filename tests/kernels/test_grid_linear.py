@@ -160,7 +160,7 @@ def test_products(
     packed, weights = packed_of(out, columns, width, dtype, device, factors=rows % 2 == 0 or out > 20)
     x = gaussian(rows, columns, seed=1).to(dtype).to(device)
     bias = gaussian(out, seed=2).to(dtype).to(device) if columns % 2 else None
-    y = linear(x, packed, bias, launch and one_row.OneRowLaunch(*launch))
+    y = linear(x, packed, bias, launch and one_row.GridRowLaunch(*launch))
     assert (y.shape, y.dtype) == ((rows, out), dtype)
     assert_product(y, x, weights, bias)
 

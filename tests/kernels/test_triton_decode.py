@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neuzip.compress.pieces import padded
 from neuzip.compress.schemes import coded_blocks, lossless, truncated
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
@@ -609,7 +610,7 @@ def test_streams_of_a_container_fit() -> None:
     table = coded_blocks.parse_table(raw["table"].view("<u2"), fmt)
     planes, at = {}, 0
     for width in plane_widths(1 + kept):
-        end = at + lossless.padded(plane_bytes(width, bits.size))
+        end = at + padded(plane_bytes(width, bits.size))
         planes[width], at = on_device(raw["sign_mantissa"][at:end], ALIGNED), end
     coded = CodedTensor(
         fmt, kept, bits.size, table, on_device(raw["index"].view(np.uint16)[:1]),

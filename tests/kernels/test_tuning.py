@@ -24,6 +24,7 @@ from neuzip.kernels.linear_cross_entropy.triton.backward import gradient_launch
 from neuzip.kernels.linear_cross_entropy.triton.divergence import pairs_launch
 from neuzip.kernels.linear_cross_entropy.triton.tiles import statistics_launch
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
+from neuzip.kernels.rans.coded import Kind
 from neuzip.kernels.rans.triton.decode import warps_of
 from neuzip.kernels.tuning import launch_for
 
@@ -62,7 +63,7 @@ def gradients(kernel: str) -> Callable[..., dict[str, Any]]:
 
 
 def decoder_warps(name: str, kept: int, group: int, block: int, blocks: int, aligned: bool) -> int:
-    return warps_of((FORMATS[name], kept, group, block), blocks, CPU, aligned)
+    return warps_of(Kind(FORMATS[name], kept, group, block), blocks, CPU, aligned)
 
 
 CHOICES: dict[str, Callable[..., Any]] = {

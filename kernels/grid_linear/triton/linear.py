@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from neuzip.kernels.device.launch import is_compiled
 from neuzip.kernels.grid_linear.form import SLOTS
 from neuzip.kernels.grid_linear.tensor import GridTensor
-from neuzip.kernels.grid_linear.triton.one_row import OneRowLaunch, _one_row, multiply_one_row
+from neuzip.kernels.grid_linear.triton.one_row import GridRowLaunch, _one_row, multiply_one_row
 from neuzip.kernels.grid_linear.triton.some_rows import multiply_some_rows
 
 
@@ -16,7 +16,7 @@ def linear(
     x: torch.Tensor,
     packed: GridTensor,
     bias: torch.Tensor | None = None,
-    one_row: OneRowLaunch | None = None,
+    one_row: GridRowLaunch | None = None,
 ) -> torch.Tensor:
     """x @ weights.T + bias with fp32 sums: x [rows, in], 1 to 64 rows, bias [out], to [rows, out].
 

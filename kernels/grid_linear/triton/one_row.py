@@ -26,7 +26,7 @@ from neuzip.kernels.packed_linear.triton.words import escapes_of_row, load_escap
 from neuzip.kernels.tuning import launch_for
 
 
-class OneRowLaunch(NamedTuple):
+class GridRowLaunch(NamedTuple):
     """How a product of one row is launched."""
 
     warps: int
@@ -40,7 +40,7 @@ class OneRowLaunch(NamedTuple):
 @functools.cache
 def one_row_launch(
     tiles: int, lanes: int, width: int, has_columns: bool, device: torch.device
-) -> OneRowLaunch:
+) -> GridRowLaunch:
     """The launch for so many tiles and words of a row of codes of a width, from the table of the card."""
     a_processor = tiles / multiprocessors(device)
     most = launch_for("grid_linear.one_row_warps", device, tiles=a_processor)["warps"]
@@ -48,12 +48,12 @@ def one_row_launch(
     config = launch_for(
         "grid_linear.one_row", device, warps=a_processor * warps, width=width, columns=has_columns
     )
-    return OneRowLaunch(warps, config["ahead"], config["registers"])
+    return GridRowLaunch(warps, config["ahead"], config["registers"])
 
 
 def multiply_one_row(
     y: torch.Tensor, x: torch.Tensor, packed: GridTensor, bias: torch.Tensor | None,
-    one_row: OneRowLaunch | None = None,
+    one_row: GridRowLaunch | None = None,
 ) -> None:  # fmt: skip
     """Write x @ weights.T + bias to y [1, out], for x [1, 32 groups].
 
@@ -69,7 +69,7 @@ def multiply_one_row(
     prepared((len(packed.words),), y, x.view(torch.int32), x, bias)
 
 
-def _prepared(packed: GridTensor, one_row: OneRowLaunch | None, has_bias: bool) -> PreparedLaunch:
+def _prepared(packed: GridTensor, one_row: GridRowLaunch | None, has_bias: bool) -> PreparedLaunch:
     """The launch for weights and one row. It takes y, x in pairs of columns, x, and a bias or None."""
     tiles, _, lanes = packed.words.shape[:3]
     warps, ahead, registers = one_row or one_row_launch(
