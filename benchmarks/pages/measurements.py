@@ -11,7 +11,7 @@ from pages.reliability import faults
 from pages.running import cold_start, experts, generate, packed_linear, vllm
 from pages.ternary import bitnet, recovery, ternary_conversion, ternary_linear
 from pages.training import layers, linear_cross_entropy, mix_ln, train_memory
-from pages.weights import delta, expert_use, plans, sweep, tied_embedding, yardsticks
+from pages.weights import delta, expert_use, plans, quantisation, sweep, tied_embedding, yardsticks
 
 
 def measurements() -> str:
@@ -41,7 +41,7 @@ def topics() -> dict[str, list[str]]:
     return {
         "weights": measured(
             (("sweep-demo",), sweep), (("sweep-demo",), plans),
-            (("sweep-demo",), lambda *_: yardsticks()),
+            (("sweep-demo",), lambda *_: yardsticks()), (("quantisation",), quantisation),
             (("tied_embedding",), tied_embedding), (("expert_use",), expert_use),
             (("delta",), delta),
         ),

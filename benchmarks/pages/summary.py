@@ -30,6 +30,7 @@ def short() -> dict[str, str]:
     """The tables of README.md, and a sentence about all others, by the names of their marks."""
     rows = lines(
         (("cpu_codec",), lossless_result),
+        (("quantisation",), lambda document: render("summary.quantised", document["sections"])),
         (("sweep-smollm2-135m",), lambda document: rounded_result("SmolLM2-135M", document)),
         (("sweep-demo",), lambda document: rounded_result("demo", document)),
         (("recovery", "ternary-conversion-wikilm-26m"), recovery_result),

@@ -77,6 +77,11 @@ def yardsticks() -> str:
     return render("weights.yardsticks", models) if models else ""
 
 
+def quantisation(document: Document) -> str:
+    """Bits a weight of quantised models at stated divergences, and what they should be."""
+    return render("weights.quantisation", document)
+
+
 def tied_embedding(document: Document) -> str:
     """What more bits for the embedding, or the head, buy beside the same bits everywhere."""
     rows = []
