@@ -61,12 +61,11 @@ def _further_columns(
     columns: dict[str, Callable[[TensorFigures], str]] = {}
     if has_experts:
         columns["of experts"] = _range
-    if inspection.lossy:
-        columns["max error"] = lambda t: "-" if t.loss is None else percent_text(t.loss.max_relative, 1)
+    if inspection.rounded:
+        columns["max error"] = lambda t: "-" if t.max_error is None else percent_text(t.max_error, 1)
+    if inspection.has_norms:
+        columns["L2 error"] = lambda t: "-" if t.l2_error is None else percent_text(t.l2_error, 1)
     if inspection.quantized:
-        columns["L2 error"] = lambda t: (
-            "-" if t.loss is None or t.loss.relative_l2 is None else percent_text(t.loss.relative_l2, 1)
-        )
         columns["step"] = lambda t: "-" if t.codes is None else f"{t.codes.step:.4g}"
         columns["code entropy"] = lambda t: "-" if t.codes is None else f"{t.codes.entropy:.2f}"
         columns["stored bits"] = lambda t: "-" if t.codes is None else f"{t.codes.stored_bits:.2f}"

@@ -210,6 +210,16 @@ class TensorFigures:
         return {**fields, "base": None}
 
     @property
+    def max_error(self) -> float | None:
+        """The largest error of a weight, relative to it; None where small weights become 0."""
+        return None if self.loss is None or self.l2_error is not None else self.loss.max_relative
+
+    @property
+    def l2_error(self) -> float | None:
+        """The error of the whole tensor in the L2 norm, relative to it; of quantized and ternary ones."""
+        return None if self.loss is None else self.loss.relative_l2
+
+    @property
     def before_bytes(self) -> int:
         """The bytes that the ratio compares."""
         return self.nbytes
@@ -285,6 +295,16 @@ class Inspection:
     def lossy(self) -> bool:
         """Whether any tensor was rounded."""
         return any(t.loss is not None for t in self.tensors)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether any tensor has a largest relative error."""
+        return any(t.max_error is not None for t in self.tensors)
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether any tensor has an error in the L2 norm."""
+        return any(t.l2_error is not None for t in self.tensors)
 
     @property
     def quantized(self) -> bool:

@@ -48,7 +48,7 @@ def model_card(
     for tensor in stored.values():
         holder = stored.get(tensor.holder) if tensor.holder is not None else tensor
         if holder is not None and holder.loss is not None:
-            rounded.append(Rounded(tensor.name, tensor.scheme, holder.loss))
+            rounded.append(Rounded(tensor.name, tensor.scheme, holder.kind, holder.loss))
     weights = sum(tensor.weights for tensor in stored.values())
     return card_text(
         Facts(
@@ -157,11 +157,15 @@ def _base_model(checkpoint: Checkpoint) -> str | None:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor; `holder` is the file and name of the one with its bytes, if that is another."""
+    """A tensor; `holder` is the file and name of the one with its bytes, if that is another.
+
+    `scheme` is for people, `kind` the scheme of its record.
+    """
 
     name: str
     dtype: str
     scheme: str
+    kind: str
     weights: int
     original_bytes: int
     stored_bytes: int
@@ -178,7 +182,7 @@ def _tensors(file: str, container: Container) -> Iterator[_Stored]:
             folder = file[: file.rfind("/") + 1]
             holder = (file if other is None else folder + other, name)
         yield _Stored(
-            info.name, info.dtype, record.card_text, info.numel, info.nbytes,
+            info.name, info.dtype, record.card_text, record.scheme, info.numel, info.nbytes,
             container.stored_bytes(info.name), record.loss, holder,
         )  # fmt: skip
 

@@ -44,10 +44,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor that is not what it was, and by how much."""
+    """A tensor that lost something, and how much. `kind` is the scheme of its record."""
 
     name: str
     scheme: str
+    kind: str
     loss: Loss
 
 
@@ -73,10 +74,9 @@ class Facts:
     original: str
     use: Use = "other"
 
-    @property
-    def ternary(self) -> int:
-        """How many tensors were made ternary."""
-        return sum(one.loss.relative_l2 is not None for one in self.rounded)
+    def count(self, kind: str) -> int:
+        """How many tensors lost something in a scheme."""
+        return sum(one.kind == kind for one in self.rounded)
 
 
 def card_text(facts: Facts) -> str:
@@ -87,7 +87,7 @@ def card_text(facts: Facts) -> str:
         lines += ["", f"Base model: {', '.join(map(_code, facts.base_models))}"]
     lines += ["", *_sizes(facts)]
     if facts.rounded:
-        lines += ["", *_errors(facts.rounded, facts.ternary > 0)]
+        lines += ["", *_errors(facts.rounded)]
     if facts.evaluation is not None:
         lines += ["", *_measured(facts.evaluation)]
     lines += ["", *(_use(facts) if facts.base is None else _use_of_delta(facts)), ""]
@@ -127,11 +127,20 @@ def _opening(facts: Facts) -> list[str]:
             "byte by byte.",
         ]
     count, tensors = len(facts.rounded), facts.total.tensors
-    if facts.ternary:
+    if quantized := facts.count("quantized"):
+        of_which = "all" if quantized == count else f"{quantized}"
         return [
             f"This checkpoint was compressed with neuzip, with loss. neuzip rounded {count} of its {tensors} "
             "tensors,",
-            f"{facts.ternary} of them to ternary weights (-1, 0 and 1 times a scale). The errors are listed "
+            f"{of_which} of them to whole multiples of a step, stored as entropy-coded integers. The errors "
+            "are listed below.",
+            "All other tensors and files are restored byte by byte.",
+        ]
+    if ternary := facts.count("ternary"):
+        return [
+            f"This checkpoint was compressed with neuzip, with loss. neuzip rounded {count} of its {tensors} "
+            "tensors,",
+            f"{ternary} of them to ternary weights (-1, 0 and 1 times a scale). The errors are listed "
             "below. Ternary weights ruin a model that",
             "was not trained for them. All other tensors and files are restored byte by byte.",
         ]
@@ -159,28 +168,53 @@ def _sizes(facts: Facts) -> list[str]:
     ]
 
 
-def _errors(rounded: Sequence[Rounded], ternary: bool) -> list[str]:
-    """The largest errors, and those of each tensor; `ternary` adds that of the whole tensor."""
-    most = max(one.loss.max_relative for one in rounded)
-    rms = max(one.loss.rms_relative for one in rounded)
+def _errors(rounded: Sequence[Rounded]) -> list[str]:
+    """The largest errors, and those of each tensor.
+
+    Errors of single weights relative to them say nothing where small weights become 0: of quantized tensors
+    the norm of the whole tensor's error is told.
+    """
+    relative = [one for one in rounded if one.kind != "quantized"]
+    norms = [one.loss.relative_l2 for one in rounded if one.kind == "quantized"]
+    lines = []
+    if relative:
+        most = max(one.loss.max_relative for one in relative)
+        rms = max(one.loss.rms_relative for one in relative)
+        lines += [
+            f"The relative error of a rounded weight is at most {most:.3g}. The RMS relative error of a "
+            "tensor is at",
+            f"most {rms:.3g}. Both leave out weights that were zero.",
+            "",
+        ]
+    if known := [norm for norm in norms if norm is not None]:
+        lines += [
+            f"Quantised tensors differ from the original by {100 * min(known):.1f} % to "
+            f"{100 * max(known):.1f} % in the L2 norm.",
+            "",
+        ]
+    has_norms = any(one.loss.relative_l2 is not None for one in rounded)
     return [
-        f"The relative error of a rounded weight is at most {most:.3g}. The RMS relative error of a tensor "
-        "is at",
-        f"most {rms:.3g}. Both leave out weights that were zero.",
-        "",
+        *lines,
         "<details><summary>Every rounded tensor</summary>",
         "",
         "| tensor | scheme | largest relative error | RMS relative error |"
-        + (" relative L2 error of the tensor |" if ternary else ""),
-        "|---|---|---:|---:|" + ("---:|" if ternary else ""),
+        + (" relative L2 error of the tensor |" if has_norms else ""),
+        "|---|---|---:|---:|" + ("---:|" if has_norms else ""),
         *(
-            f"| {_code(one.name)} | {one.scheme} | {one.loss.max_relative:.6g} "
-            f"| {one.loss.rms_relative:.6g} |" + (_norm(one.loss.relative_l2) if ternary else "")
+            f"| {_code(one.name)} | {one.scheme} | {_relative(one)} |"
+            + (_norm(one.loss.relative_l2) if has_norms else "")
             for one in rounded
         ),
         "",
         "</details>",
     ]
+
+
+def _relative(one: Rounded) -> str:
+    """The cells of a tensor's errors relative to single weights, empty for a quantized tensor."""
+    if one.kind == "quantized":
+        return " | "
+    return f"{one.loss.max_relative:.6g} | {one.loss.rms_relative:.6g}"
 
 
 def _measured(evaluation: CardEvaluation) -> list[str]:

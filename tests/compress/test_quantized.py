@@ -26,6 +26,8 @@ from neuzip.compress.schemes.coded_blocks import code_table, expected_code_bytes
 from neuzip.compress.schemes.quantized_coding import PIECE, code_bits, count, shifted
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.card.model_card import model_card
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.container import Container
 from neuzip.formats.hub.push_plan import plan_push
 from neuzip.formats.manifest import check_requirements
@@ -127,6 +129,23 @@ def test_it_goes_through_all_commands_and_loaders(checkpoint: Path, tmp_path: Pa
         tensors = [t for t in source.tensors() if t.name in ("q.weight", "half.weight")]
         on_gpu = read_on(torch.device("cpu"), source, tensors)
     assert all(torch.equal(w, restored[t.name]) for w, t in zip(on_gpu, tensors, strict=True))
+
+
+def test_pages_for_people_compare_norms_and_not_single_weights(
+    checkpoint: Path, tmp_path: Path, neuzip: Speak
+) -> None:
+    """A small weight that becomes 0 is off by all of it: the largest relative error says nothing."""
+    compress(checkpoint, tmp_path / "small", [Rule("*", STEP, 2)])
+    card = model_card(find_checkpoint(tmp_path / "small"), "", "me/small", "me/small")
+    assert "neuzip rounded 3 of its 6 tensors,\nall of them to whole multiples of a step" in card
+    assert "ternary" not in card and "relative error of a rounded weight" not in card
+    loss = records(tmp_path / "small" / "model.safetensors")["q.weight"]["loss"]
+    percent = f"{100 * loss['relative_l2']:.1f} %"
+    assert f"Quantised tensors differ from the original by {percent} to {percent} in the L2 norm." in card
+    scheme, l2 = "quantized, entropy-coded integers of up to 8 bits", loss["relative_l2"]
+    assert f"| `q.weight` | {scheme} |  |  | {l2:.6g} |" in card
+    table = neuzip("inspect", tmp_path / "small").stdout
+    assert "L2 error" in table and "max error" not in table
 
 
 def _library() -> Any:
