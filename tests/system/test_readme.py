@@ -460,7 +460,7 @@ def test_the_first_token_stands_beside_its_aims(readme: Pages) -> None:
 EVERYTHING = (
     "sweep-wikilm-26m", "sweep-smollm2-135m", "kv_cache-demo", "kv_cache-smollm2-135m", "kv_attention",
     "generate", "gpu_codec", "bitnet", "attention", "linear_cross_entropy", "train_memory", "recovery",
-    "ternary-conversion-wikilm-26m", "delta", "packed_linear",
+    "ternary-conversion-wikilm-26m", "delta", "packed_linear", "quantisation",
 )  # fmt: skip
 
 
