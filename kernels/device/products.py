@@ -127,6 +127,15 @@ def require_room(out: torch.Tensor, rows: int, packed: PackedWeights) -> None:
         raise ValueError(f"out is on {out.device}, the packed weights are on {packed.device}")
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether Triton does the work; the reference does it on a CPU. Raises ValueError for other devices."""
+    if tensor.is_cuda:
+        return True
+    if tensor.device.type != "cpu":
+        raise ValueError(f"packed weights are on a CUDA device or on the CPU, not on {tensor.device}")
+    return False
+
+
 def multiply_decoded(
     x: torch.Tensor,
     out: int,

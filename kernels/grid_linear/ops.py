@@ -1,8 +1,4 @@
-"""Packed weights of a uniform grid as torch knows them: the operators `neuzip::grid_*`.
-
-They are fit for torch.compile and CUDA graphs. On a GPU the arrays of weights have to be complete when an
-operator is called, not made by a kernel just launched: see `GridTensor.wait`.
-"""
+"""Packed weights of a uniform grid as torch knows them: the operators `neuzip::grid_*`."""
 
 from __future__ import annotations
 
@@ -19,9 +15,11 @@ from neuzip.kernels.device.products import (
     is_usual,
     multiply_decoded,
     needs_operator,
+    on_gpu,
     require_room,
     rows_of,
 )
+from neuzip.kernels.device.weight_operators import WeightOperators
 from neuzip.kernels.grid_linear import first_use, reference
 from neuzip.kernels.grid_linear.form import TILE_ROWS
 from neuzip.kernels.grid_linear.tensor import ARRAYS, GridTensor
@@ -74,7 +72,7 @@ def product(x: Tensor, packed: GridTensor, bias: Tensor | None) -> Tensor:
     """x @ weights.T + bias where `is_usual`: up to 64 rows of x from the packed form, else decoded."""
     out, columns = packed.shape
     y = None
-    if x.numel() and _on_gpu(packed.words):
+    if x.numel() and on_gpu(packed.words):
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         y = _multiply_packed(x, packed, bias)
         if y is not None and not is_checked(first_use.PRODUCTS, packed.device):
@@ -109,108 +107,22 @@ def compile_rows(packed: GridTensor) -> None:
     _triton_decode().rows(packed, torch.empty(1, dtype=torch.int64, device="meta"), dense)
 
 
-_WEIGHTS = f"{', '.join(f'Tensor {name}' for name in ARRAYS)}, SymInt columns, ScalarType dtype, SymInt width"
-
-
-@torch.library.custom_op(
-    "neuzip::grid_decode", mutates_args=(), schema=f"(SymInt start, SymInt stop, {_WEIGHTS}) -> Tensor"
-)
-def _decode(start, stop, *weights):  # type: ignore[no-untyped-def]
-    packed = GridTensor.of_arguments(*weights)
-    dense = torch.empty(stop - start, packed.shape[1], dtype=packed.dtype, device=packed.device)
-    _decode_to(dense, packed, start)
-    return dense
-
-
-@_decode.register_fake
-def _(start, stop, *weights):  # type: ignore[no-untyped-def]
-    packed = GridTensor.of_arguments(*weights)
-    return packed.words.new_empty((stop - start, packed.shape[1]), dtype=packed.dtype)
-
-
-@torch.library.custom_op(
-    "neuzip::grid_decode_into",
-    mutates_args=("out",),
-    schema=f"(Tensor(a!) out, SymInt start, {_WEIGHTS}) -> ()",
-)
-def _decode_into(out, start, *weights):  # type: ignore[no-untyped-def]
-    _decode_to(out, GridTensor.of_arguments(*weights), start)
-
-
-@_decode_into.register_fake
-def _(out, start, *weights):  # type: ignore[no-untyped-def]
-    return None
-
-
-@torch.library.custom_op("neuzip::grid_rows", mutates_args=(), schema=f"(Tensor ids, {_WEIGHTS}) -> Tensor")
-def _rows(ids, *weights):  # type: ignore[no-untyped-def]
-    packed = GridTensor.of_arguments(*weights)
-    out, columns = packed.shape
-    flat = ids.contiguous().view(-1)
-    if _on_gpu(packed.words):
-        dense = torch.empty(flat.numel(), columns, dtype=packed.dtype, device=packed.device)
-        _triton_decode().rows(packed, flat, dense)
-    else:
-        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= out):
-            raise IndexError(f"rows {int(flat.min())} to {int(flat.max())} of packed weights that have {out}")
-        dense = reference.decode(packed, flat.to(torch.int64))
-    return dense.view(*ids.shape, columns)
-
-
-@_rows.register_fake
-def _(ids, *weights):  # type: ignore[no-untyped-def]
-    packed = GridTensor.of_arguments(*weights)
-    return packed.words.new_empty((*ids.shape, packed.shape[1]), dtype=packed.dtype)
-
-
-@torch.library.custom_op(
-    "neuzip::grid_linear", mutates_args=(), schema=f"(Tensor x, Tensor? bias, {_WEIGHTS}) -> Tensor"
-)
-def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
-    return product(x, GridTensor.of_arguments(*weights), bias)
-
-
-@_linear.register_fake
-def _(x, bias, *weights):  # type: ignore[no-untyped-def]
-    return x.new_empty((*x.shape[:-1], GridTensor.of_arguments(*weights).shape[0]))
-
-
-def _keep_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, bias, *weights = inputs
-    ctx.save_for_backward(*weights[: len(ARRAYS)])
-    ctx.numbers, ctx.has_bias = weights[len(ARRAYS) :], bias is not None
-
-
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    packed = GridTensor.of_arguments(*ctx.saved_tensors, *ctx.numbers)
-    out = packed.shape[0]
-    grad_x = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = grad @ torch.ops.neuzip.grid_decode(0, out, *packed.arguments)
-    if ctx.has_bias and ctx.needs_input_grad[1]:
-        grad_bias = grad.reshape(-1, out).sum(0)
-    return grad_x, grad_bias, *[None] * (len(ARRAYS) + 3)
-
-
-_linear.register_autograd(_backward, setup_context=_keep_for_backward)
-
-
-def _on_gpu(tensor: Tensor) -> bool:
-    """Whether Triton does the work; the reference does it on a CPU. Raises ValueError for other devices."""
-    if tensor.is_cuda:
-        return True
-    if tensor.device.type != "cpu":
-        raise ValueError(f"packed weights are on a CUDA device or on the CPU, not on {tensor.device}")
-    return False
-
-
 def _decode_to(dense: Tensor, packed: GridTensor, start: int) -> None:
     """Write as many rows as `dense` has, from row `start` on."""
-    if _on_gpu(packed.words):
+    if on_gpu(packed.words):
         _triton_decode().decode(packed, start, dense)
         first_use.check_decoding(dense, packed, start)
     else:
         dense.copy_(reference.decode(packed, slice(start, start + dense.shape[0])))
+
+
+def _look_up(packed: GridTensor, ids: Tensor) -> Tensor:
+    """The rows that ids [n] name, [n, in]."""
+    if on_gpu(packed.words):
+        dense = torch.empty(ids.numel(), packed.shape[1], dtype=packed.dtype, device=packed.device)
+        _triton_decode().rows(packed, ids, dense)
+        return dense
+    return reference.decode(packed, ids.to(torch.int64))
 
 
 def _multiply_packed(x: Tensor, packed: GridTensor, bias: Tensor | None) -> Tensor | None:
@@ -235,3 +147,14 @@ def _triton_decode() -> Any:
     from neuzip.kernels.grid_linear.triton import decode
 
     return decode
+
+
+WeightOperators(
+    "grid",
+    ARRAYS,
+    "SymInt columns, ScalarType dtype, SymInt width",
+    GridTensor.of_arguments,
+    _decode_to,
+    _look_up,
+    product,
+).register()

@@ -1,4 +1,4 @@
-"""Packed weights as torch knows them: the operators `neuzip::packed_*`, for torch.compile and CUDA graphs."""
+"""Packed weights as torch knows them: the operators `neuzip::packed_*`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from neuzip.kernels.device.products import (
     is_usual,
     multiply_decoded,
     needs_operator,
+    on_gpu,
     require_room,
     rows_of,
 )
 from neuzip.kernels.device.properties import is_hopper
+from neuzip.kernels.device.weight_operators import WeightOperators
 from neuzip.kernels.packed_linear import first_use, reference
 from neuzip.kernels.packed_linear.form import TILE_ROWS, ExponentWindow, Packed
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
@@ -52,12 +54,12 @@ def pack(weight: torch.Tensor) -> PackedTensor:
             "call contiguous() on it"
         )
     weight = weight.detach()
-    if _on_gpu(weight):
+    if on_gpu(weight):
         from neuzip.kernels.packed_linear.triton import pack as triton_pack
 
-        on_gpu = triton_pack.pack(weight)
-        first_use.check_packing(weight, on_gpu)
-        return on_gpu
+        packed_there = triton_pack.pack(weight)
+        first_use.check_packing(weight, packed_there)
+        return packed_there
     packed = reference.pack(weight.view(torch.int16).numpy().view("u2"), fmt=fmt)
     starts = packed.row_start
     row_start = torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts)
@@ -109,110 +111,6 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     return product(x, packed.fetched(), bias)
 
 
-# The operators. Their schemas are written out: those of `*weights` cannot be inferred. On a GPU the arrays of
-# weights have to be complete when an operator is called, not made by a kernel just launched: see `wait`.
-
-_WEIGHTS = (
-    f"{', '.join(f'Tensor {name}' for name in ARRAYS)}, "
-    "SymInt columns, ScalarType dtype, SymInt low_bits, SymInt base, SymInt shift"
-)
-
-
-@torch.library.custom_op(
-    "neuzip::packed_decode", mutates_args=(), schema=f"(SymInt start, SymInt stop, {_WEIGHTS}) -> Tensor"
-)
-def _decode(start, stop, *weights):  # type: ignore[no-untyped-def]
-    packed = PackedTensor.of_arguments(*weights)
-    dense = torch.empty(stop - start, packed.shape[1], dtype=packed.dtype, device=packed.device)
-    _decode_to(dense, packed, start)
-    return dense
-
-
-@_decode.register_fake
-def _(start, stop, *weights):  # type: ignore[no-untyped-def]
-    packed = PackedTensor.of_arguments(*weights)
-    return packed.far_index.new_empty((stop - start, packed.shape[1]), dtype=packed.dtype)
-
-
-@torch.library.custom_op(
-    "neuzip::packed_decode_into",
-    mutates_args=("out",),
-    schema=f"(Tensor(a!) out, SymInt start, {_WEIGHTS}) -> ()",
-)
-def _decode_into(out, start, *weights):  # type: ignore[no-untyped-def]
-    _decode_to(out, PackedTensor.of_arguments(*weights), start)
-
-
-@_decode_into.register_fake
-def _(out, start, *weights):  # type: ignore[no-untyped-def]
-    return None
-
-
-@torch.library.custom_op("neuzip::packed_rows", mutates_args=(), schema=f"(Tensor ids, {_WEIGHTS}) -> Tensor")
-def _rows(ids, *weights):  # type: ignore[no-untyped-def]
-    packed = PackedTensor.of_arguments(*weights)
-    out, columns = packed.shape
-    flat = ids.contiguous().view(-1)
-    if _on_gpu(packed.far_index):
-        from neuzip.kernels.packed_linear.triton import pack as triton_pack
-
-        dense = torch.empty(flat.numel(), columns, dtype=packed.dtype, device=packed.device)
-        triton_pack.rows(packed, flat, dense)
-    else:
-        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= out):
-            raise IndexError(f"rows {int(flat.min())} to {int(flat.max())} of packed weights that have {out}")
-        bits = reference.decode(_as_numpy(packed), flat.numpy())
-        dense = torch.from_numpy(bits.view("i2")).view(packed.dtype)
-    return dense.view(*ids.shape, columns)
-
-
-@_rows.register_fake
-def _(ids, *weights):  # type: ignore[no-untyped-def]
-    packed = PackedTensor.of_arguments(*weights)
-    return packed.far_index.new_empty((*ids.shape, packed.shape[1]), dtype=packed.dtype)
-
-
-@torch.library.custom_op(
-    "neuzip::packed_linear", mutates_args=(), schema=f"(Tensor x, Tensor? bias, {_WEIGHTS}) -> Tensor"
-)
-def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
-    return product(x, PackedTensor.of_arguments(*weights).fetched(), bias)
-
-
-@_linear.register_fake
-def _(x, bias, *weights):  # type: ignore[no-untyped-def]
-    return x.new_empty((*x.shape[:-1], PackedTensor.of_arguments(*weights).shape[0]))
-
-
-def _keep_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, bias, *weights = inputs
-    ctx.save_for_backward(*weights[: len(ARRAYS)])
-    ctx.numbers, ctx.has_bias = weights[len(ARRAYS) :], bias is not None
-
-
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    packed = PackedTensor.of_arguments(*ctx.saved_tensors, *ctx.numbers)
-    out = packed.shape[0]
-    grad_x = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = grad @ torch.ops.neuzip.packed_decode(0, out, *packed.arguments)
-    if ctx.has_bias and ctx.needs_input_grad[1]:
-        grad_bias = grad.reshape(-1, out).sum(0)
-    return grad_x, grad_bias, *[None] * (len(ARRAYS) + 5)
-
-
-_linear.register_autograd(_backward, setup_context=_keep_for_backward)
-
-
-def _on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether Triton does the work; the reference does it on a CPU. Raises ValueError for other devices."""
-    if tensor.is_cuda:
-        return True
-    if tensor.device.type != "cpu":
-        raise ValueError(f"packed weights are on a CUDA device or on the CPU, not on {tensor.device}")
-    return False
-
-
 def _as_numpy(packed: PackedTensor) -> Packed:
     """A packed tensor on the CPU as numpy arrays, for the reference."""
     starts = packed.row_start.numpy()
@@ -227,7 +125,7 @@ def _as_numpy(packed: PackedTensor) -> Packed:
 def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
     """Write as many rows as `dense` has, from row `start` on."""
     stop = start + dense.shape[0]
-    if _on_gpu(packed.far_index):
+    if on_gpu(packed.far_index):
         from neuzip.kernels.packed_linear.triton import pack as triton_pack
 
         triton_pack.decode(packed, start, stop, dense)
@@ -237,11 +135,23 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
         dense.view(torch.int16).copy_(torch.from_numpy(bits.view("i2")))
 
 
+def _look_up(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows that ids [n] name, [n, in]."""
+    if on_gpu(packed.far_index):
+        from neuzip.kernels.packed_linear.triton import pack as triton_pack
+
+        dense = torch.empty(ids.numel(), packed.shape[1], dtype=packed.dtype, device=packed.device)
+        triton_pack.rows(packed, ids, dense)
+        return dense
+    bits = reference.decode(_as_numpy(packed), ids.numpy())
+    return torch.from_numpy(bits.view("i2")).view(packed.dtype)
+
+
 def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weights.T + bias where `is_usual`: from the packed form where that is faster, else decoded."""
     out, columns = packed.shape
     y = None
-    if x.numel() and packed.words.numel() and _on_gpu(packed.far_index):
+    if x.numel() and packed.words.numel() and on_gpu(packed.far_index):
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         y = _multiply_packed(x, packed, bias)
         if y is not None and not is_checked(first_use.PRODUCTS, packed.device):
@@ -297,3 +207,14 @@ def compile_products(packed: PackedTensor, rows: int, bias: bool = False) -> Non
     added = torch.empty(out, dtype=packed.dtype, device="meta") if bias else None
     if _multiply_packed(x, packed, added) is None:
         triton_pack.decode(packed, 0, out, torch.empty(out, columns, dtype=packed.dtype, device="meta"))
+
+
+WeightOperators(
+    "packed",
+    ARRAYS,
+    "SymInt columns, ScalarType dtype, SymInt low_bits, SymInt base, SymInt shift",
+    PackedTensor.of_arguments,
+    _decode_to,
+    _look_up,
+    lambda x, packed, bias: product(x, packed.fetched(), bias),
+).register()
