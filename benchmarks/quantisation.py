@@ -46,21 +46,20 @@ CLOSE, AIM = 0.97, 0.985
 
 @dataclass(frozen=True)
 class TableRow:
-    """A divergence, in nats a token, and bits a weight: of mantissa rounding, at most, and hoped for."""
+    """A divergence, in nats a token, and bits a weight: at most, and hoped for."""
 
     divergence: float
-    rounding: float
     must: float
     stretch: float
 
 
 TABLE = {
     "wikilm-26m": (
-        TableRow(0.0016, 6.55, 5.25, 5.05),
-        TableRow(0.0125, 5.05, 3.78, 3.6),
-        TableRow(0.05, 4.1, 2.85, 2.65),
+        TableRow(0.0016, 5.25, 5.05),
+        TableRow(0.0125, 3.78, 3.6),
+        TableRow(0.05, 2.85, 2.65),
     ),
-    "SmolLM2-135M": (TableRow(0.034, 6.61, 4.95, 4.7), TableRow(0.25, 5.3, 3.6, 3.3)),
+    "SmolLM2-135M": (TableRow(0.034, 4.95, 4.7), TableRow(0.25, 3.6, 3.3)),
 }
 
 
@@ -153,7 +152,7 @@ def measured(
     predicted = 8 * (matrices.fixed + quantizer.expected_bytes(step)) / weights
     return {
         "divergence": row.divergence, "kld": kld.value, "standard_error": kld.standard_error,
-        "bits": round(bits, 4), "predicted_bits": round(predicted, 4), "rounding": row.rounding,
+        "bits": round(bits, 4), "predicted_bits": round(predicted, 4),
         "must": row.must, "stretch": row.stretch, "step": step, "trials": tried,
         "predicted_kld": quantizer.curvature * step**2, "trials_s": round(seconds, 1),
     }  # fmt: skip
@@ -167,7 +166,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"divergence {row['divergence']:<7} measured {row['kld']:.5f} +- {row['standard_error'] or 0:.5f}  "
         f"bits {row['bits']:.3f} (predicted {row['predicted_bits']:.3f})  must {row['must']}  "
-        f"stretch {row['stretch']}: {verdict}  rounding {row['rounding']}  "
+        f"stretch {row['stretch']}: {verdict}  "
         f"{row['trials']} trials, {row['trials_s']:.0f} s"
     )
 

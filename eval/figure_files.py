@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from warnings import catch_warnings, filterwarnings
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI = 200
@@ -17,6 +18,23 @@ INK, MUTED, FAINT = "#1c2733", "#667380", "#dfe4e8"
 
 EXPONENT, OTHERS = "#d55e00", "#4f7fae"
 """Two colours that people with any kind of colour vision tell apart."""
+
+
+def plain_axes(
+    figure: Figure,
+    box: tuple[float, float, float, float],
+    title: str,
+    grid: Literal["both", "x", "y"] = "both",
+) -> Axes:
+    """Axes without a frame in a box of the figure (left, foot, width, height), with faint lines of a grid."""
+    axes = figure.add_axes(box)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.tick_params(length=0, colors=MUTED, labelsize=9)
+    axes.grid(axis=grid, color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", size=10.5, color=INK, pad=10)
+    return axes
 
 
 def png(figure: Figure) -> bytes:

@@ -21,6 +21,7 @@ from pages.measurements import figures, parts
 from pages.running import mixture_rows, served, serving
 from pages.ternary import RECOVERY_AIMS
 from pages.training import MEMORY_AIMS, SPEED_AIMS
+from pages.weights import rounded_bits
 
 LATE = ("**missed**", "**slower**")
 """Labels of what README.md has under "Where it loses": nobody chooses what goes there."""
@@ -30,7 +31,7 @@ def short() -> dict[str, str]:
     """The tables of README.md, and a sentence about all others, by the names of their marks."""
     rows = lines(
         (("cpu_codec",), lossless_result),
-        (("quantisation",), lambda document: render("summary.quantised", document["sections"])),
+        (("quantisation",), quantised_results),
         (("sweep-smollm2-135m",), lambda document: rounded_result("SmolLM2-135M", document)),
         (("sweep-demo",), lambda document: rounded_result("demo", document)),
         (("recovery", "ternary-conversion-wikilm-26m"), recovery_result),
@@ -134,6 +135,17 @@ def cache_modes(document: Document, attention: Document) -> str:
 def lossless_result(document: Document) -> str:
     """Weights without loss."""
     return render("summary.lossless", coded(document)["neuzip"], coded(document)["zipnn"])
+
+
+def quantised_results(document: Document) -> str:
+    """Quantised models at a small divergence, next to rounded mantissas of the same divergence."""
+    chosen = {
+        name: next(r for r in section["results"] if r["divergence"] > 0.01)
+        for name, section in document["sections"].items()
+    }
+    return render(
+        "summary.quantised", chosen, {name: rounded_bits(name, r["kld"]) for name, r in chosen.items()}
+    )
 
 
 def rounded_result(model: str, document: Document) -> str:

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+from neuzip.eval.sweep.savings import savings
 from pages.layout import Document, is_measured, load, render
 
 IN_BLOCKS = re.compile(r"k\d+b(\d+)")
@@ -79,7 +80,25 @@ def yardsticks() -> str:
 
 def quantisation(document: Document) -> str:
     """Bits a weight of quantised models at stated divergences, and what they should be."""
-    return render("weights.quantisation", document)
+    rounded = {
+        name: [rounded_bits(name, r["kld"]) for r in section["results"]]
+        for name, section in document["sections"].items()
+    }
+    return render("weights.quantisation", document, rounded)
+
+
+def rounded_bits(model: str, kld: float) -> float | None:
+    """Bits a weight of rounded mantissas at a KLD, interpolated in the model's sweep; None without one."""
+    name = f"sweep-{model.lower()}"
+    if not is_measured(name):
+        return None
+    curve = [
+        (r["scheme"], r["bits_per_weight"], r["kld"]["mean"]["value"])
+        for r in load(name)["results"]
+        if is_rounded(r["scheme"]) and not IN_BLOCKS.fullmatch(r["scheme"])
+    ]
+    (point,) = savings(curve, [("quantised", 1.0, kld)])
+    return point.quantized_bits
 
 
 def tied_embedding(document: Document) -> str:

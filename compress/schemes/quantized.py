@@ -28,9 +28,10 @@ from .raw import RAW, without_coding
 from .truncated import NonFinite
 
 if TYPE_CHECKING:
+    from neuzip.compress.prepared import Codes
     from neuzip.kernels.grid import Grid
 
-    from .quantized_coding import Codes, QuantizedDecoder
+    from .quantized_coding import QuantizedDecoder
 
 
 class QuantizedCodec(Codec[QuantizedRecord]):

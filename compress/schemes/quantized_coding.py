@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from neuzip.compress.pieces import PIECE, Map, Read, ReadStream, expect_length, padded, pieces
+from neuzip.compress.prepared import Codes
 from neuzip.errors import BUG_OR_MEMORY, NeuzipError
 from neuzip.formats.container import Stream, padded_stream
 from neuzip.formats.records import Loss
@@ -31,8 +32,6 @@ from neuzip.kernels.rans.coded import CodedGrid
 from .coded_blocks import SCRATCH, CodedBlocks, block_streams, code_table, naming_block
 from .lossless import OnGpu
 from .truncated import WIDENED, ErrorSums, NonFinite
-
-Codes = npt.NDArray[np.int16]
 
 LEAST_BITS, MOST_BITS = 2, 16
 """Bits of a code."""

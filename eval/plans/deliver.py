@@ -74,14 +74,7 @@ def _rounded(
         report = _relative_to_original(report, request.src, written)
     else:
         report = compressed(request, rules, stage, verify=verify, overwrite=overwrite)
-    comparison = None
-    if search is not None and search.measured is not None and search.measured.holds_for(request.dst):
-        comparison = search.measured.comparison
-    elif baseline is not None:
-        with stage("compare", baseline.tokens, "tokens") as advance:
-            comparison = baseline.run(request.dst, advance).comparison
-    holds = is_within(request, report, comparison)
-    return TargetResult(plan_path(request.dst), search, report, comparison, holds, dropped)
+    return _measured(request, search, report, baseline, stage, dropped)
 
 
 def _quantized(
@@ -106,14 +99,26 @@ def _quantized(
         show = stages.at("result")
         prepared = None if step is None else planner.prepared(step, key)
         report = compressed(request, rules, show, verify=verify, overwrite=overwrite, prepared=prepared)
+    return _measured(request, search, report, baseline, show)
+
+
+def _measured(
+    request: TargetRequest,
+    search: SearchResult | None,
+    report: CompressionReport,
+    baseline: BaselineComparison | None,
+    stage: Stage,
+    dropped: tuple[int, ...] = (),
+) -> TargetResult:
+    """The result, compared with the original unless the last trial had these weights."""
     comparison = None
     if search is not None and search.measured is not None and search.measured.holds_for(request.dst):
         comparison = search.measured.comparison
     elif baseline is not None:
-        with show("compare", baseline.tokens, "tokens") as advance:
+        with stage("compare", baseline.tokens, "tokens") as advance:
             comparison = baseline.run(request.dst, advance).comparison
     holds = is_within(request, report, comparison)
-    return TargetResult(plan_path(request.dst), search, report, comparison, holds)
+    return TargetResult(plan_path(request.dst), search, report, comparison, holds, dropped)
 
 
 def _relative_to_original(report: CompressionReport, src: Path, written: Pruned) -> CompressionReport:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from neuzip.compress.pieces import padded
 from neuzip.compress.prepared import Codes
+from neuzip.compress.schemes.codec import TensorInput
 from neuzip.compress.schemes.coded_blocks import expected_code_bytes
-from neuzip.compress.schemes.quantized_coding import code_bits, count, grid_length, shifted
+from neuzip.compress.schemes.quantized_coding import code_bits, count, grid_length, shifted, spread_of
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
@@ -27,7 +28,7 @@ from neuzip.eval.quantize.checkpoint_parameters import find_parameters, read_bit
 from neuzip.eval.quantize.gradients import OnTokens
 from neuzip.eval.quantize.settings import CalibrationSettings
 from neuzip.eval.quantize.statistics import ModelStatistics, gather
-from neuzip.kernels.grid import MAX_CODE, MIN_CODE, Grid, factor_bytes, factors
+from neuzip.kernels.grid import MAX_CODE, MIN_CODE, Grid, factors
 from neuzip.kernels.quantizers import ErrorSpread, grid_feedback
 from neuzip.runtime.dtypes import TORCH_DTYPES
 
@@ -42,9 +43,6 @@ ShowStage = Callable[[str, int, str], AbstractContextManager[OnTokens]]
 
 SAMPLE = 1 << 16
 """Weights of a tensor from which its coded size is predicted."""
-
-ROW_FACTORS = (0.3, 3.0)
-"""The smallest and the largest factor of a row of a tensor of which only the weights are known."""
 
 RANGE = 16.0
 """Largest factor between the step of a tensor, in units of its spread, and the usual one."""
@@ -64,7 +62,7 @@ class CalibratedTensor:
     errors         how errors of its columns are compensated; None to round to nearest
     sample         some of its weights, fp32 [n], divided by relative step and factors of rows
     least          the smallest step, so that all codes fit into 16 bits
-    harm           mean divergence by the square of a weight's error, after compensation; 0 if it is not known
+    sensitivity    divergence for each squared error of a weight, less what is compensated; 0 if not known
     """
 
     tensor: SourceTensor
@@ -73,7 +71,7 @@ class CalibratedTensor:
     errors: ErrorSpread | None
     sample: Tensor
     least: float
-    harm: float
+    sensitivity: float
 
     def grid(self, step: float) -> Grid:
         """Its grid for a mean step."""
@@ -205,7 +203,7 @@ def _calibrate(
         if math.isfinite(rms) and weight.numel():
             known = statistics.tensors.get(tensor.name)
             if known is None:
-                choices.append(_uncalibrated(tensor, weight, rms))
+                choices.append(_uncalibrated(source, tensor, weight, rms))
             else:
                 errors, share = compensations.get(known.gram, (None, 1.0))
                 choices.append(_Choice.of(tensor, weight, None, errors, rms, known.sensitivity * share))
@@ -232,9 +230,9 @@ def _compensations(grams: dict[str, Tensor]) -> dict[str | None, tuple[ErrorSpre
 class _Choice:
     """A tensor before its step is chosen.
 
-    sample  some of its weights, divided by their factors; `largest` is the largest magnitude of all
-    rms     the root mean square of its weights
-    harm    as of CalibratedTensor
+    sample       some of its weights, divided by their factors; `largest` is the largest magnitude of all
+    rms          the root mean square of its weights
+    sensitivity  as of CalibratedTensor
     """
 
     tensor: SourceTensor
@@ -243,7 +241,7 @@ class _Choice:
     sample: Tensor
     largest: float
     rms: float
-    harm: float
+    sensitivity: float
 
     @classmethod
     def of(
@@ -253,27 +251,28 @@ class _Choice:
         rows: Tensor | None,
         errors: ErrorSpread | None,
         rms: float,
-        harm: float,
+        sensitivity: float,
     ) -> _Choice:
         if rows is not None:
             weight = weight.reshape(len(rows), -1) / factors(rows)[:, None]
-        return cls(tensor, rows, errors, _sample(weight), float(weight.abs().max()), rms, harm)
+        return cls(tensor, rows, errors, _sample(weight), float(weight.abs().max()), rms, sensitivity)
 
 
-def _uncalibrated(tensor: SourceTensor, weight: Tensor, rms: float) -> _Choice:
-    """A tensor of which only the weights are known: rows have factors by the root of their spread."""
+def _uncalibrated(source: FolderSource, tensor: SourceTensor, weight: Tensor, rms: float) -> _Choice:
+    """A tensor of which only the weights are known: its rows have the factors that a rule gives them."""
     if weight.dim() < 2 or not rms:
         return _Choice.of(tensor, weight, None, None, rms, 0.0)
-    rows = weight.reshape(-1, weight.shape[-1]).square().mean(1).sqrt()
-    return _Choice.of(tensor, weight, factor_bytes((rows / rms).sqrt().clamp(*ROW_FACTORS)), None, rms, 0.0)
+    floats = TensorInput(tensor.info, source.reader(tensor))
+    rows = spread_of(floats.read, tensor.info, floats.fmt).row_factors
+    return _Choice.of(tensor, weight, rows, None, rms, 0.0)
 
 
 def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
-    """Steps by 1 / sqrt(harm); of tensors whose harm is not known, and without calibration, by their spread.
+    """Steps by 1 / sqrt(sensitivity), or by the spread of a tensor whose sensitivity is not known.
 
     Relative steps have a geometric mean of 1, weighted by the numbers of weights.
     """
-    ratios = [1 / math.sqrt(c.harm) / c.rms if c.harm and c.rms else None for c in choices]
+    ratios = [1 / math.sqrt(c.sensitivity) / c.rms if c.sensitivity and c.rms else None for c in choices]
     sizes = [c.tensor.info.numel for c in choices]
     usual = _geometric_mean([(r, n) for r, n in zip(ratios, sizes, strict=True) if r is not None])
     steps = [
@@ -284,7 +283,7 @@ def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
     return [
         CalibratedTensor(
             one.tensor, step / mean, one.rows, one.errors, one.sample / (step / mean),
-            one.largest / MAX_CODE * 1.01 or 1.0, one.harm,
+            one.largest / MAX_CODE * 1.01 or 1.0, one.sensitivity,
         )
         for one, step in zip(choices, steps, strict=True)
     ]  # fmt: skip
@@ -292,8 +291,8 @@ def _with_steps(choices: Sequence[_Choice]) -> list[CalibratedTensor]:
 
 def _curvature(tensors: Sequence[CalibratedTensor]) -> float | None:
     """The divergence for a mean step of 1: half of sensitivities times a twelfth of squared steps."""
-    harms = [one.harm * one.tensor.info.numel * one.relative_step**2 for one in tensors]
-    return math.fsum(harms) / 24 if any(harms) else None
+    weighted = [one.sensitivity * one.tensor.info.numel * one.relative_step**2 for one in tensors]
+    return math.fsum(weighted) / 24 if any(weighted) else None
 
 
 def _geometric_mean(values: Sequence[tuple[float, int]]) -> float:

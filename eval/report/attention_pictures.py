@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.eval.attention import BITS, AttentionCalibration, AttentionLayer, QuantizedAttention
-from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
+from neuzip.eval.figure_files import EXPONENT, INK, MUTED, OTHERS, plain_axes, png, svg
 from neuzip.eval.measures.convention_names import special_text
 from neuzip.eval.measures.histograms import visible
 
@@ -52,13 +52,7 @@ def _draw(calibration: AttentionCalibration, title: str) -> Figure:
         (0.565, "KLD with this layer alone, nats per token", _divergences),
     )
     for left, name, panel in panels:
-        axes = figure.add_axes((left, 0.13, 0.40, 0.64))
-        for side in axes.spines.values():
-            side.set_visible(False)
-        axes.tick_params(length=0, colors=MUTED, labelsize=9)
-        axes.grid(axis="y", color=FAINT, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_title(name, loc="left", size=10.5, color=INK, pad=10)
+        axes = plain_axes(figure, (left, 0.13, 0.40, 0.64), name, "y")
         panel(axes, calibration)
         _number_layers(axes, calibration)
     handles, labels = figure.axes[0].get_legend_handles_labels()

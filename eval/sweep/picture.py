@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS
+from neuzip.eval.figure_files import EXPONENT, INK, MUTED, OTHERS, plain_axes
 from neuzip.eval.measures.estimates import exponential
 from neuzip.eval.measures.histograms import visible
 
@@ -50,13 +50,7 @@ def _draw(results: Sweep, title: str) -> Figure:
         (0.565, "Perplexity, token-level", _perplexities),
     )
     for left, name, panel in panels:
-        axes = figure.add_axes((left, 0.10, 0.415, 0.66))
-        for side in axes.spines.values():
-            side.set_visible(False)
-        axes.tick_params(length=0, colors=MUTED, labelsize=9)
-        axes.grid(color=FAINT, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_title(name, loc="left", size=10.5, color=INK, pad=10)
+        axes = plain_axes(figure, (left, 0.10, 0.415, 0.66), name)
         axes.set_xlabel("stored bits per weight", size=9, color=MUTED)
         panel(axes, results)
     handles, labels = figure.axes[0].get_legend_handles_labels()

@@ -127,6 +127,7 @@ def _opening(facts: Facts) -> list[str]:
             "byte by byte.",
         ]
     count, tensors = len(facts.rounded), facts.total.tensors
+    ternary = facts.count("ternary")
     if quantized := facts.count("quantized"):
         of_which = "all" if quantized == count else f"{quantized}"
         return [
@@ -134,9 +135,10 @@ def _opening(facts: Facts) -> list[str]:
             "tensors,",
             f"{of_which} of them to whole multiples of a step, stored as entropy-coded integers. The errors "
             "are listed below.",
+            *([_ternary_warning(ternary)] if ternary else []),
             "All other tensors and files are restored byte by byte.",
         ]
-    if ternary := facts.count("ternary"):
+    if ternary:
         return [
             f"This checkpoint was compressed with neuzip, with loss. neuzip rounded {count} of its {tensors} "
             "tensors,",
@@ -149,6 +151,12 @@ def _opening(facts: Facts) -> list[str]:
         f"{count} of its {tensors}",
         "tensors. The errors are listed below. All other tensors and files are restored byte by byte.",
     ]  # fmt: skip
+
+
+def _ternary_warning(count: int) -> str:
+    """A line of a card where some tensors are ternary and others are quantized."""
+    tensors = "tensor is" if count == 1 else "tensors are"
+    return f"{count} {tensors} ternary (-1, 0 or 1 times a scale), which ruins a model not trained for it."
 
 
 def _sizes(facts: Facts) -> list[str]:

@@ -148,6 +148,14 @@ def test_pages_for_people_compare_norms_and_not_single_weights(
     assert "L2 error" in table and "max error" not in table
 
 
+def test_a_card_warns_of_ternary_tensors_among_quantized_ones(checkpoint: Path, tmp_path: Path) -> None:
+    rules = [Rule("half.weight", Scheme("ternary")), Rule("*", STEP, 2)]
+    compress(checkpoint, tmp_path / "small", rules, allow_destructive=True)
+    card = model_card(find_checkpoint(tmp_path / "small"), "", "me/small", "me/small")
+    assert "rounded 3 of its 6 tensors,\n2 of them to whole multiples of a step" in card
+    assert "1 tensor is ternary" in card and "which ruins a model not trained for it." in card
+
+
 def _library() -> Any:
     return neuzip
 

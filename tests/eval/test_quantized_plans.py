@@ -246,6 +246,8 @@ def test_command_says_what_was_asked_for_and_what_was_delivered(neuzip: Speak, s
     assert target["trials"][-1]["bytes"] == told["stored_weight_bytes"]
     repeated = neuzip("compress", small, tmp_path / "c", "--plan", target["plan"], "--json").json
     assert repeated["stored_weight_bytes"] == told["stored_weight_bytes"]
+    by_target, by_plan = (tmp_path / name / "model.safetensors" for name in "bc")
+    assert by_plan.read_bytes() == by_target.read_bytes()
 
 
 def test_dry_run_writes_nothing(neuzip: Speak, small: Path, tmp_path: Path):
