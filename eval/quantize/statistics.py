@@ -126,7 +126,7 @@ class _Gathering:
             if not math.isfinite(mean) or (gram is not None and not bool(gram.isfinite().all())):
                 raise NeuzipError(
                     f"{name}: its gradients or inputs on the calibration text hold NaN or infinity",
-                    "compute in another dtype with `dtype='float32'`, or leave out calibration",
+                    "check the checkpoint's weights, or give `calibration='none'`",
                 )
         smoothed = _smoothed(means)
         return ModelStatistics(

@@ -189,5 +189,6 @@ def test_a_model_that_overflows_is_refused(checkpoint):
     model, path = checkpoint
     broken = copy.deepcopy(model)
     broken.model.norm.weight.data.fill_(torch.inf)
-    with FolderSource(path) as source, pytest.raises(NeuzipError, match="NaN or infinity"):
+    with FolderSource(path) as source, pytest.raises(NeuzipError, match="NaN or infinity") as refusal:
         Quantizer.prepare(broken, source, matrices(source), WINDOWS)
+    assert refusal.value.hint == "check the checkpoint's weights, or give `calibration='none'`"
