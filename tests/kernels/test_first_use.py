@@ -50,7 +50,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in which nothing has been used, and whose CPU is checked as a GPU is."""
     monkeypatch.setattr(first_use, "_passed", set())
     monkeypatch.setattr(first_use, "DEVICE_TYPES", {"cpu", "cuda"})
-    monkeypatch.setattr(ops, "_on_gpu", lambda _: True)  # the interpreter takes CPU tensors
+    monkeypatch.setattr(ops, "on_gpu", lambda _: True)  # the interpreter takes CPU tensors
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, result: Callable[..., Any]) -> None:

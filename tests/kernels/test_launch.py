@@ -307,7 +307,7 @@ from neuzip.runtime.weights import operations
 weight = PackedWeight.of(torch.randn(1024, 256).bfloat16())  # by the reference, on the CPU
 for module in (many_rows, few_rows):
     module.multiprocessors = lambda device: 132
-ops._on_gpu = ops.is_hopper = lambda device: True
+ops.on_gpu = ops.is_hopper = lambda device: True
 many_rows.pays = lambda rows, packed: rows > 64
 
 def calls_of(product):

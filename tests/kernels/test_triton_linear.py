@@ -133,7 +133,7 @@ def test_rows_of_a_larger_tensor(rows: int, device: torch.device):
 @pytest.mark.parametrize("rows", [1, 3, 65])
 @pytest.mark.parametrize("kind", ["strided", "a column", "expanded"])
 def test_bias_of_any_strides(kind: str, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_ops, "_on_gpu", lambda _: True)  # the interpreter takes CPU tensors
+    monkeypatch.setattr(torch_ops, "on_gpu", lambda _: True)  # the interpreter takes CPU tensors
     weights = made(48, 64, torch.bfloat16)
     numbers = gaussian(48, 2, seed=2).bfloat16().to(device)
     bias = {

@@ -276,7 +276,7 @@ def test_whatever_goes_wrong_is_a_problem() -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs what a GPU would run, on few rows: the CPU counts as a GPU."""
-    monkeypatch.setattr(ops, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(ops, "on_gpu", lambda _: True)
     monkeypatch.setattr(results, "SHAPE", (32, 128))
     run = results._decodes  # whole blocks take the interpreter seconds
     monkeypatch.setattr(results, "_decodes", lambda kind, blocks, place: run(kind, 0, place))
