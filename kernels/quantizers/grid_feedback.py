@@ -62,7 +62,7 @@ def grid_feedback(weight: Tensor, grid: Grid, errors: ErrorSpread, dtype: torch.
 
 def _codes(weight: Tensor, grid: Grid, errors: ErrorSpread, dtype: torch.dtype) -> Tensor:
     w = weight.T[errors.order].contiguous()
-    steps = grid.to(weight.device).steps(weight.shape).T[errors.order].to(weight.device)
+    steps = grid.steps(weight.shape).to(weight.device).T[errors.order]
     codes = torch.empty_like(w, dtype=torch.int16)
 
     def quantize(j: int, column: Tensor, ahead: Ahead) -> Tensor:
