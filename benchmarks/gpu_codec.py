@@ -45,6 +45,7 @@ from record import Environment, Measurement, save, spread
 
 import neuzip
 from neuzip.compress import compress
+from neuzip.compress.pieces import padded
 from neuzip.compress.schemes import coded_blocks, lossless
 from neuzip.compress.schemes.truncated import Rounding
 from neuzip.compress.workers import Workers
@@ -408,7 +409,7 @@ def require_bytes_of_cpu(tensor: CodedTensor, bits: Tensor) -> None:
     coded = {"index": tensor.index, "words": tensor.words[: word_count(tensor)], "sign_mantissa": planes}
     for name, mine in coded.items():
         theirs = np.concatenate([part.view(np.uint8).reshape(-1) for part in streams[name].parts])
-        if lossless.padded(mine.nbytes) != theirs.size or mine.view(torch.uint8).cpu().numpy().tobytes() != (
+        if padded(mine.nbytes) != theirs.size or mine.view(torch.uint8).cpu().numpy().tobytes() != (
             theirs[: mine.nbytes].tobytes()
         ):
             raise SystemExit(f"the {name} of the GPU's encoder are not those of the CPU's: not timed")
@@ -422,11 +423,11 @@ def word_count(tensor: CodedTensor) -> int:
 def size(tensor: CodedTensor) -> tuple[int, int]:
     """Bytes of a tensor's streams in a container, and of its exponents': table, index and words."""
     table = coded_blocks.TABLE_HEAD + tensor.table.palette.size + tensor.table.frequencies.size
-    parts = sum(lossless.padded(2 * n) for n in (table, tensor.index.numel(), word_count(tensor)))
+    parts = sum(padded(2 * n) for n in (table, tensor.index.numel(), word_count(tensor)))
     planes = sum(
-        lossless.padded(plane_bytes(width, tensor.numel)) for width in plane_widths(1 + tensor.kept_bits)
+        padded(plane_bytes(width, tensor.numel)) for width in plane_widths(1 + tensor.kept_bits)
     )
-    normaliser = 0 if tensor.normaliser is None else lossless.padded(tensor.normaliser.numel())
+    normaliser = 0 if tensor.normaliser is None else padded(tensor.normaliser.numel())
     return parts + planes + normaliser, parts
 
 
