@@ -424,9 +424,7 @@ def size(tensor: CodedTensor) -> tuple[int, int]:
     """Bytes of a tensor's streams in a container, and of its exponents': table, index and words."""
     table = coded_blocks.TABLE_HEAD + tensor.table.palette.size + tensor.table.frequencies.size
     parts = sum(padded(2 * n) for n in (table, tensor.index.numel(), word_count(tensor)))
-    planes = sum(
-        padded(plane_bytes(width, tensor.numel)) for width in plane_widths(1 + tensor.kept_bits)
-    )
+    planes = sum(padded(plane_bytes(width, tensor.numel)) for width in plane_widths(1 + tensor.kept_bits))
     normaliser = 0 if tensor.normaliser is None else padded(tensor.normaliser.numel())
     return parts + planes + normaliser, parts
 

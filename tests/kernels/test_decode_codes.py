@@ -271,7 +271,7 @@ def test_more_than_two_to_the_31_weights() -> None:
     rows = torch.arange(2 * blocks, device=DEVICE).remainder(7).to(torch.uint8) + 0x7C
     coded = replace(
         one.coded, numel=blocks * BLOCK, index=one.coded.index.repeat(blocks),
-        words=one.coded.words.repeat(blocks), grid=CodedGrid(Grid(0.01, rows), columns, one.coded.grid.code_bits),
+        words=one.coded.words.repeat(blocks), grid=replace(one.coded.grid, grid=Grid(0.01, rows)),
     )  # fmt: skip
     out = torch.full((coded.numel,), -1, dtype=PATTERNS[16], device=DEVICE)
     assert triton_decode.decode([coded], [out]).tolist() == [0]
