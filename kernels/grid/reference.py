@@ -96,11 +96,16 @@ class Grid:
                 step = step * factors(of.max()).cpu()
         return float(step)
 
-    def steps(self, shape: Sequence[int]) -> Tensor:
-        """The steps (fp32) of all weights of a tensor of this shape: [R, C]."""
+    def steps(self, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+        """The steps (fp32) of all weights of a tensor of this shape: [R, C].
+
+        They are on `device`, or where the factors are. Steps that are the same share memory.
+        """
         rows, columns = self.rows_and_columns(shape)
-        device = next((t.device for t in (self.rows, self.columns) if t is not None), None)
-        return self._product(slice(None), slice(None), device).expand(rows, columns)
+        if device is None:
+            device = next((t.device for t in (self.rows, self.columns) if t is not None), "cpu")
+        device = torch.device(device)
+        return self.to(device)._product(slice(None), slice(None), device).expand(rows, columns)
 
     def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of a dtype that the codes (whole numbers) of a tensor stand for."""

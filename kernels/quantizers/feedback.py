@@ -24,6 +24,9 @@ Ahead = Callable[[int], Tensor]
 QuantizeColumn = Callable[[int, Tensor, Ahead], Tensor]
 """quantize(j, column, ahead): the values [out] that column j, [out], is rounded to."""
 
+RoundColumns = Callable[[slice], Tensor]
+"""round_columns(block): rounds the columns of a block, and gives their errors [n, out], each by its pivot."""
+
 
 def damped(gram: Tensor, damping: float = DAMPING) -> Tensor:
     """X^T X of the inputs, [in, in], damped so that it can be inverted."""
@@ -40,7 +43,7 @@ def spread(energy: Tensor) -> Tensor:
     """
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(energy))
     factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor
+    return factor.contiguous()
 
 
 def feed_back(w: Tensor, spread: Tensor, quantize: QuantizeColumn) -> None:
@@ -49,15 +52,25 @@ def feed_back(w: Tensor, spread: Tensor, quantize: QuantizeColumn) -> None:
     w       [in, out], the weights, a column a row; overwritten
     spread  [in, in], of `spread`
     """
-    columns = len(w)
-    for start in range(0, columns, BLOCK):
-        stop = min(start + BLOCK, columns)
-        errors = torch.zeros_like(w[start:stop])
+
+    def round_columns(block: slice) -> Tensor:
+        start, stop = block.start, block.stop
+        errors = torch.zeros_like(w[block])
         for j in range(start, stop):
             ahead = partial(_ahead, w, spread, errors, start, stop, j)
             errors[j - start] = (w[j] - quantize(j, w[j], ahead)) / spread[j, j]
             w[j:stop] -= torch.outer(spread[j, j:stop], errors[j - start])
-        w[stop:] -= spread[start:stop, stop:].T @ errors
+        return errors
+
+    feed_back_blocks(w, spread, round_columns)
+
+
+def feed_back_blocks(w: Tensor, spread: Tensor, round_columns: RoundColumns) -> None:
+    """Round blocks of columns in order, each with the errors of those before it; as `feed_back`."""
+    for start in range(0, len(w), BLOCK):
+        block = slice(start, min(start + BLOCK, len(w)))
+        errors = round_columns(block)
+        w[block.stop :] -= spread[block, block.stop :].T @ errors
 
 
 def _ahead(w: Tensor, spread: Tensor, errors: Tensor, start: int, stop: int, j: int, count: int) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from neuzip.kernels.grid import MAX_CODE, MIN_CODE, Grid
 
-from .feedback import DAMPING, Ahead, damped, feed_back, spread
+from .feedback import DAMPING, Ahead, damped, feed_back, feed_back_blocks, spread
 
 ROWS = 2048
-"""Rows that are rounded at a time, so that a block of their columns stays in the caches of a processor."""
+"""Rows that a CPU rounds at a time, so that a block of their columns stays in its caches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,21 +48,27 @@ def grid_feedback(weight: Tensor, grid: Grid, errors: ErrorSpread, dtype: torch.
 
     weight  fp32 [out, in], finite
     grid    steps of the weights
+    errors  on the device of the weights
     dtype   that of the values, whose rounding is part of the errors
 
-    fp32. Codes beyond 16 bits are clamped.
+    fp32. Codes beyond 16 bits are clamped. A GPU rounds all rows at once, with a kernel for each block of
+    columns.
     """
     codes = torch.empty(weight.shape, dtype=torch.int16, device=weight.device)
+    if weight.is_cuda:
+        codes.T[errors.order] = codes_of_all_rows(weight, grid, errors, dtype)
+        return codes
     for start in range(0, len(weight), ROWS):
         rows = slice(start, start + ROWS)
         part = grid if grid.rows is None else replace(grid, rows=grid.rows[rows])
-        codes[rows] = _codes(weight[rows], part, errors, dtype)
+        codes.T[errors.order, rows] = codes_by_column(weight[rows], part, errors, dtype)
     return codes
 
 
-def _codes(weight: Tensor, grid: Grid, errors: ErrorSpread, dtype: torch.dtype) -> Tensor:
+def codes_by_column(weight: Tensor, grid: Grid, errors: ErrorSpread, dtype: torch.dtype) -> Tensor:
+    """The codes of `grid_feedback`, [in, out] in the order of `errors`, column by column in torch."""
     w = weight.T[errors.order].contiguous()
-    steps = grid.steps(weight.shape).to(weight.device).T[errors.order]
+    steps = grid.steps(weight.shape, weight.device).T[errors.order]
     codes = torch.empty_like(w, dtype=torch.int16)
 
     def quantize(j: int, column: Tensor, ahead: Ahead) -> Tensor:
@@ -71,6 +77,24 @@ def _codes(weight: Tensor, grid: Grid, errors: ErrorSpread, dtype: torch.dtype) 
         return code.mul_(steps[j]).to(dtype).to(column.dtype)
 
     feed_back(w, errors.spread, quantize)
-    result = torch.empty_like(codes)
-    result[errors.order] = codes
-    return result.T
+    return codes
+
+
+def codes_of_all_rows(weight: Tensor, grid: Grid, errors: ErrorSpread, dtype: torch.dtype) -> Tensor:
+    """The codes of `codes_by_column`, with a launch for each block of columns. Needs Triton."""
+    from .triton.feedback import round_block
+
+    w = weight.T[errors.order].contiguous()
+    steps = grid.steps(weight.shape, weight.device).T
+    if grid.columns is not None:
+        steps = steps[errors.order]
+    codes = torch.empty_like(w, dtype=torch.int16)
+
+    def round_columns(block: slice) -> Tensor:
+        of_block = torch.empty_like(w[block])
+        part = steps[block], errors.spread[block, block], codes[block], of_block
+        round_block(w[block], *part, dtype)
+        return of_block
+
+    feed_back_blocks(w, errors.spread, round_columns)
+    return codes

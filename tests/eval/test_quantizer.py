@@ -19,8 +19,6 @@ from neuzip.eval.quantize.checkpoint_parameters import find_parameters
 from neuzip.eval.quantize.quantizer import Quantizer
 from neuzip.eval.quantize.settings import CalibrationSettings
 from neuzip.eval.quantize.statistics import gather
-from neuzip.kernels.grid import Grid
-from neuzip.kernels.quantizers import ErrorSpread, grid_feedback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,27 +143,6 @@ def test_weights_that_have_no_codes_are_left_out(tmp_path):
         assert not quantizer.at(1.0).codes_of("zero")[0].any()
         codes, grid = quantizer.at(1e-9).codes_of("half")  # finer than 16 bits allow
         assert grid.values(torch.from_numpy(codes), torch.float16).eq(1).all()
-
-
-@pytest.mark.parametrize("columns", [1, 31, 129])
-def test_feedback_keeps_products(columns: int):
-    g = torch.Generator().manual_seed(columns)
-    mixed = torch.randn(columns, columns, generator=g) * torch.logspace(0, -2, columns)[:, None]
-    x = torch.randn(600, columns, generator=g) @ mixed
-    weight = torch.randn(40, columns, generator=g)
-    grid = Grid(0.3, rows=torch.arange(120, 160, dtype=torch.uint8) // 8 + 112)
-    codes = grid_feedback(weight, grid, ErrorSpread.of(x.T @ x), torch.float32)
-    lost, of_nearest = (
-        float((x @ (grid.values(c, torch.float32) - weight).T).norm()) for c in (codes, grid.codes(weight))
-    )
-    assert lost <= of_nearest if columns == 1 else lost < 0.7 * of_nearest
-
-
-def test_without_correlation_codes_are_the_nearest():
-    weight = torch.randn(30, 24, generator=torch.Generator().manual_seed(2))
-    grid = Grid(0.1)
-    codes = grid_feedback(weight, grid, ErrorSpread.of(7.0 * torch.eye(24)), torch.bfloat16)
-    assert torch.equal(codes, grid.codes(weight))
 
 
 @models.needs_version_5

@@ -206,11 +206,21 @@ launches.weighted_sum(rows, routing.position, torch.zeros(5000, 1))
 print(json.dumps(shared))
 """
 
+FEEDBACK = """
+from neuzip.kernels.quantizers.triton.feedback import VALUES, round_block
+
+for dtype, columns, rows in zip(VALUES, (128, 128, 1, 17, 128, 64), (1, 9, 1, 300, 16, 5), strict=True):
+    w, codes = torch.zeros(columns, rows), torch.zeros(columns, rows, dtype=torch.int16)
+    steps = torch.zeros(1, 1).expand(columns, rows) if rows > 9 else w
+    round_block(w, steps, torch.zeros(columns, columns), codes, torch.zeros_like(w), dtype)
+print(json.dumps(shared))
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 5)],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 5), (FEEDBACK, 1)],
     ids=[
         "linear heads",
         "attention",
@@ -219,6 +229,7 @@ print(json.dumps(shared))
         "decoders",
         "experts",
         "experts in a pool",
+        "error feedback",
     ],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path, kernel_cache: Path):
