@@ -73,7 +73,7 @@ def row(name: str, kind: str, tensors: Iterable[Tensor]) -> dict[str, Any]:
     for tensor in tensors:
         if tensor.dtype == torch.bfloat16 and tensor.dim() > 1:
             counts += Counts.of(tensor.contiguous().flatten().view(torch.uint16).numpy(), BF16)
-    entropies = counts.entropies()
+    entropies = counts.entropies
     shares = counts.exponents / counts.numel
     figures = {
         "model": name, "kind": kind, "weights": counts.numel,
