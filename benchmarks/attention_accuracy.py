@@ -56,7 +56,7 @@ FULL: Row = {"p_format": "fp32", "v_format": "fp32"}
 SMOOTHING = {"none": (False, False), "K": (True, False), "Q": (False, True), "Q+K": (True, True)}
 """Of keys, of queries."""
 
-GRANULARITIES = ("token", "thread", "block", "tensor")
+GRANULARITIES = ("token", "thread", "thread-hopper", "thread-ada", "warp", "block", "tensor")
 FORMATS = ("int8", "e5m2", "e4m3", "fp16")
 
 MOST = {"8 bit": 0.1, "4 bit": 3.0}

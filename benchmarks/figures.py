@@ -19,6 +19,7 @@ from pathlib import Path
 from pages import kernels, quoted
 from pages.layout import ROOT
 from pages.measurements import measurements
+from pages.papers.page import papers
 from pages.summary import short
 
 MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -43,7 +44,7 @@ def main() -> int:
 def all_blocks() -> dict[str, Callable[[], str]]:
     """What each name of a mark stands for."""
     summary = {name: lambda text=text: text for name, text in short().items()}
-    return {**summary, "measurements": measurements, **quoted.BLOCKS, **kernels.BLOCKS}
+    return {**summary, "measurements": measurements, "papers": papers, **quoted.BLOCKS, **kernels.BLOCKS}
 
 
 def rendered(page: Path, text: str, blocks: dict[str, Callable[[], str]]) -> str:

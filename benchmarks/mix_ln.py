@@ -8,6 +8,8 @@
     python benchmarks/mix_ln.py SMALL --size small --placements pre,mix --seeds 0 --steps 120 --batch 4 \\
         --held-tokens 16384                                         # --report --name mix_ln-small
     python benchmarks/mix_ln.py SCALED ... --embed-scale 50         # the control: mix_ln-small-scaled
+    python benchmarks/mix_ln.py INIT ... --init scaled              # and Table 8's other control
+    python benchmarks/mix_ln.py HALF ... --alpha 0.5                # Table 5: half of Mix-LN is Post-LN
 
 A run is one placement and one seed: the 71M recipe of the paper (mix_ln_recipes.py) with its learning rates,
 but fewer tokens, of $NEUZIP_DATA/train-mix.jsonl.gz, and the tokenizer of wikilm-26m, which has 8,192. What a
@@ -37,7 +39,7 @@ import math
 import os
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,12 @@ from torch import Tensor, nn
 
 from neuzip.compress.workspace import write_file
 from neuzip.errors import NeuzipError
-from neuzip.runtime.hf.norm_placement import PLACEMENTS, NormPlacementForCausalLM, Placement
+from neuzip.runtime.hf.norm_placement import (
+    INITIALIZATIONS,
+    PLACEMENTS,
+    Initialization,
+    Placement,
+)
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import read_log, run, smoothed
 from neuzip.train.text import TrainingWindows, read_documents, tokenise
@@ -101,6 +108,8 @@ class Settings:
     bf16: bool
     compiled: bool
     embed_scale: float
+    alpha: float
+    initialization: Initialization
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--size", default="71M", choices=[*RECIPES, *OWN])
     parser.add_argument("--embed-scale", type=float, default=1.0, help="multiply what the embedding gives")
+    parser.add_argument("--alpha", type=float, help="part of Mix-LN that is Post-LN; the recipe's otherwise")
+    parser.add_argument("--init", default="plain", choices=INITIALIZATIONS, help="first weights of writers")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32, help=f"windows of {LENGTH} tokens a step")
     parser.add_argument("--peak", type=float, help="the highest learning rate; the recipe's otherwise")
@@ -152,6 +163,8 @@ def make(arguments: argparse.Namespace) -> None:
         arguments.size, arguments.steps, arguments.batch, arguments.peak or recipe.peak, texts.name,
         texts.train.numel(), {name: ids.numel() for name, ids in texts.held_out.items()},
         bf16=arguments.device != "cpu", compiled=arguments.compile, embed_scale=arguments.embed_scale,
+        alpha=recipe.post_norm_ratio if arguments.alpha is None else arguments.alpha,
+        initialization=arguments.init,
     )  # fmt: skip
     names = PLACEMENTS if arguments.placements == "all" else arguments.placements.split(",")
     arguments.runs.mkdir(parents=True, exist_ok=True)
@@ -202,9 +215,11 @@ def one_run(
     recipe: Recipe, placement: Placement, seed: int, settings: Settings, texts: Texts, path: Path, device: str
 ) -> dict[str, Any]:  # fmt: skip
     """Train one model, and what is found."""
-    model = new_model(recipe.config(placement, texts.vocab_size), seed, torch.device(device))
-    if settings.embed_scale != 1:
-        scale_embedding(model, settings.embed_scale)
+    config = replace(recipe, post_norm_ratio=settings.alpha).config(
+        placement, texts.vocab_size, embedding_scale=settings.embed_scale,
+        initialization="plain" if placement == "deepnorm" else settings.initialization,
+    )  # fmt: skip
+    model = new_model(config, seed, torch.device(device))
     windows = TrainingWindows.of(texts.train, length=LENGTH, batch=settings.batch, seed=seed)
     others = TrainingWindows.of(texts.train, length=LENGTH, batch=settings.batch, seed=PROBE_SEED)
     probes = [others.batch(number) for number in range(PROBES)]
@@ -246,11 +261,6 @@ def one_run(
         "seconds": seconds,
         "environment": environment.plain(),
     }  # fmt: skip
-
-
-def scale_embedding(model: NormPlacementForCausalLM, scale: float) -> None:
-    """Multiply what the embedding gives; its weights, and what Adam makes of them, stay as they are."""
-    model.get_input_embeddings().register_forward_hook(lambda module, ids, given: given * scale)
 
 
 def report(folder: Path, kept: Path | None) -> None:

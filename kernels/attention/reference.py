@@ -16,13 +16,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Granularity = Literal["token", "thread", "block", "tensor"]
-"""Which tokens of a head share a scale.
+Granularity = Literal["token", "thread", "thread-hopper", "thread-ada", "warp", "block", "tensor"]
+"""Which tokens of a head share a scale. Those of SageAttention2 (section 3.2) are named after its GPUs.
 
-    token    none
-    thread   queries: none; keys: of 128, the 32 whose index j has the same (j // 2) % 4
-    block    128 queries, 128 keys
-    tensor   all
+    token          none
+    thread         queries: none; keys: of 128, the 32 whose index j has the same (j // 2) % 4
+    thread-hopper  queries: of 16, the two i and i + 8; keys: as thread
+    thread-ada     queries: of 32, the four i, i + 8, i + 16 and i + 24; keys: of 64, the 16 as thread
+    warp           32 queries, 64 keys
+    block          128 queries, 128 keys
+    tensor         all
+
+The kernels have "thread".
 """
 
 Format = Literal["e4m3", "e5m2", "int8", "fp16", "fp32"]
@@ -178,14 +183,30 @@ def query_means(q: Tensor) -> Tensor:
 def query_groups(tokens: int, granularity: Granularity, device: torch.device) -> Tensor:
     """The group of each query, int64 [tokens]: those of a group share a scale."""
     i = torch.arange(tokens, device=device)
-    return {"token": i, "thread": i, "block": i // 128, "tensor": i * 0}[granularity]
+    return {
+        "token": i,
+        "thread": i,
+        "thread-hopper": i // 16 * 8 + i % 8,
+        "thread-ada": i // 32 * 8 + i % 8,
+        "warp": i // 32,
+        "block": i // 128,
+        "tensor": i * 0,
+    }[granularity]
 
 
 def key_groups(tokens: int, granularity: Granularity, device: torch.device) -> Tensor:
     """The group of each key, int64 [tokens]: those of a group share a scale."""
     j = torch.arange(tokens, device=device)
     thread = j // 128 * 4 + j // 2 % 4
-    return {"token": j, "thread": thread, "block": j // 128, "tensor": j * 0}[granularity]
+    return {
+        "token": j,
+        "thread": thread,
+        "thread-hopper": thread,
+        "thread-ada": j // 64 * 4 + j // 2 % 4,
+        "warp": j // 64,
+        "block": j // 128,
+        "tensor": j * 0,
+    }[granularity]
 
 
 def quantize(x: Tensor, bits: int | None, groups: Tensor) -> tuple[Tensor, Tensor]:

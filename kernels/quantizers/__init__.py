@@ -5,6 +5,7 @@
                  grid_feedback                         integers    a step a tensor, factors a row and column
     activations  int8_absmax, top_k_int8               codes -127 to 127  a scale a token
                  int4_absmean                          codes -8 to 7
+                 int4_absmax, fp4_e1m2                 codes -7 to 7      not used: a4.8's ablations
                  fp4_e2m1                              codes +-0, 1, 2, 3, 4, 6, 8, 12: twice the E2M1 number
     KV cache     quantize_heads, 1 to 8 bits           codes 0 to 2^b - 1 a scale a token and head
     storage      pack, unpack                          b bits a code in 32-bit words
@@ -24,7 +25,9 @@ Sources: BitNet b1.58 (arXiv 2402.17764), BitNet a4.8 (arXiv 2411.04965); equati
 from .activations import (
     EPSILON,
     QuantizedTokens,
+    fp4_e1m2,
     fp4_e2m1,
+    int4_absmax,
     int4_absmean,
     int8_absmax,
     squared_relu,
@@ -48,8 +51,10 @@ __all__ = [
     "absmean",
     "error_feedback",
     "exact",
+    "fp4_e1m2",
     "fp4_e2m1",
     "grid_feedback",
+    "int4_absmax",
     "int4_absmean",
     "int8_absmax",
     "least_squares",

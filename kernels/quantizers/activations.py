@@ -74,6 +74,35 @@ def int4_absmean(x: Tensor, *, epsilon: float = EPSILON, clamped: bool = False) 
     return QuantizedTokens(codes, _surfaced(quotient(beta, SQRT_7)))
 
 
+def int4_absmax(x: Tensor, *, epsilon: float = EPSILON, clamped: bool = False) -> QuantizedTokens:
+    """gamma / 7 RoundClip(7 / (gamma + epsilon) X, -8, 7), gamma = max(|X|): equation (3) with 4 bits.
+
+    The INT4 form that a4.8 compares with absmean (Figure 6) and does not use; the paper prints no equation.
+    Codes are -7 to 7: the same numbers as `fp4_e1m2`, but for epsilon and roundings. Arithmetic and `clamped`
+    as for `int8_absmax`.
+    """
+    x = _tokens(x, epsilon)
+    gamma, divisor = _divisor(magnitudes.largest(x), epsilon, clamped)
+    return QuantizedTokens(_codes(x * quotient(7, divisor), -8, 7), _surfaced(quotient(gamma, 7)))
+
+
+def fp4_e1m2(x: Tensor) -> QuantizedTokens:
+    """Q_FP4(X) of E1M2: the nearest multiple of max(|X|) / 7, equations (8) and (9) with E = 1 and M = 2.
+
+    The bias is b = log2(3.5 / max(|X|)), so 2**b X lies in [-3.5, 3.5], where floor(log2(|X|) + b) is at most
+    1 and gamma always 2: E1M2 has equal steps. Codes are -7 to 7 and twice the E1M2 numbers. a4.8 compares it
+    with E2M1 (Figure 6) and does not use it.
+
+    In fp32: codes = round((0.875 * x) / (peak / 8)), scale = peak / 7. Tokens of a peak below 2**-122 become
+    zeros.
+    """
+    x = _tokens(x)
+    peak = magnitudes.largest(x)
+    unseen = peak < SMALLEST
+    codes = _codes(torch.where(unseen, 0, (0.875 * x) / (peak / 8)), -7, 7)
+    return QuantizedTokens(codes, _surfaced(torch.where(unseen, 0, quotient(peak, 7))))
+
+
 def fp4_e2m1(x: Tensor) -> QuantizedTokens:
     """Q_FP4(X) of E2M1: the nearest of +-0, 1, 2, 3, 4, 6, 8, 12 twelfths of max(|X|): equations (8) and (9).
 

@@ -16,6 +16,11 @@ its own in each place, l = 1 ... L the layer, `ratio` the config's `post_norm_ra
 All of them, Post-LN too, keep the norm before the head, as the code of the Mix-LN paper does. Its DeepNorm
 has the a of 32 layers at any depth, and b = 1; this one is its paper's. Norms are named as there.
 
+Two settings that the Mix-LN paper tries with any placement (Table 8) are values of the config too. With
+`embedding_scale` s the stream begins with s times the embedding. With `initialization` "scaled" the first
+weights of the layers that write to the stream, o_proj and down_proj, are divided by sqrt(2 L) (Radford et al.
+2019, GPT-2; Takase et al. 2023, arXiv 2312.16903, tries both). Table 8 prints no equations.
+
 Attention, MLP and norms are transformers', the layers around them ours. It all saves, loads, generates and
 compresses as a Llama does; all that a checkpoint takes to be read is `import neuzip`.
 
@@ -62,6 +67,12 @@ def deepnorm_scales(layers: int) -> tuple[float, float]:
     return (2 * layers) ** 0.25, (8 * layers) ** -0.25
 
 
+Initialization = Literal["plain", "scaled"]
+INITIALIZATIONS: tuple[Initialization, ...] = ("plain", "scaled")
+
+WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+"""The layers that write to the residual stream."""
+
 Norms = tuple[str | None, str | None]
 """The norm before a sublayer and the one after it."""
 
@@ -91,6 +102,8 @@ class NormPlacementConfig(LlamaConfig):  # type: ignore[no-untyped-call]
 
     norm_placement   one of PLACEMENTS
     post_norm_ratio  of "mix": the part of the layers that are Post-LN, 0 to 1; the paper's alpha
+    embedding_scale  what the embedding is multiplied by, above 0
+    initialization   one of INITIALIZATIONS: the first weights of o_proj and down_proj; "deepnorm" has its own
     kept_layers      of a model that lost layers: which ones these are, the first being 0
     trained_layers   and how many there were; l and L above are those of that model
 
@@ -105,12 +118,16 @@ class NormPlacementConfig(LlamaConfig):  # type: ignore[no-untyped-call]
         post_norm_ratio: float = 0.25,
         kept_layers: list[int] | None = None,
         trained_layers: int | None = None,
+        embedding_scale: float = 1.0,
+        initialization: Initialization = "plain",
         **llama: Any,
     ) -> None:
         self.norm_placement: Placement = norm_placement
         self.post_norm_ratio = post_norm_ratio
         self.kept_layers = kept_layers
         self.trained_layers = trained_layers
+        self.embedding_scale = embedding_scale
+        self.initialization: Initialization = initialization
         super().__init__(**llama)
         self._require_sense()
 
@@ -124,6 +141,24 @@ class NormPlacementConfig(LlamaConfig):  # type: ignore[no-untyped-call]
                 f"post_norm_ratio {self.post_norm_ratio} is not between 0 and 1",
                 "give the part of the layers that are Post-LN",
             )
+        if not 0 < self.embedding_scale < math.inf:
+            raise UsageError(
+                f"embedding_scale is {self.embedding_scale}",
+                "give a number above 0; 1 leaves the embedding alone",
+            )
+        if self.initialization not in INITIALIZATIONS:
+            raise UsageError(
+                f"there is no initialization {self.initialization!r}",
+                f"choose from {', '.join(INITIALIZATIONS)}",
+            )
+        if self.initialization == "scaled" and self.norm_placement == "deepnorm":
+            raise UsageError(
+                "initialization 'scaled' does not go with 'deepnorm', which has first weights of its own",
+                "leave initialization out",
+            )
+        self._require_layers()
+
+    def _require_layers(self) -> None:
         layers, count = self._kept(), self.num_hidden_layers
         named = (self.kept_layers is None) == (self.trained_layers is None)
         if not named or len(layers) != count or layers != sorted(set(layers) & set(range(self.depth))):
@@ -170,6 +205,9 @@ class NormPlacementLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         if placement == "deepnorm":
             self.stream_scale, beta = deepnorm_scales(config.depth)
             _note_xavier(self, beta)
+        if config.initialization == "scaled":
+            for name in WRITERS:
+                self.get_submodule(name).first_std = config.initializer_range / math.sqrt(2 * config.depth)  # type: ignore[assignment]
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """The stream after the layer, of the one before: [batch, tokens, hidden]."""
@@ -213,10 +251,14 @@ class NormPlacementPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[no-unt
     _can_record_outputs = {"hidden_states": NormPlacementLayer, "attentions": LlamaAttention}  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]
         first_std = getattr(module, "first_std", None)
-        if first_std is not None:
-            nn.init.normal_(module.weight, std=first_std)  # type: ignore[arg-type]
+        if first_std is None:
+            super()._init_weights(module)  # type: ignore[no-untyped-call]
+            return
+        # Drawn once, so that all other weights of a seed are those of another initialization.
+        nn.init.normal_(module.weight, std=first_std)  # type: ignore[arg-type]
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
 
 class NormPlacementModel(NormPlacementPreTrainedModel, LlamaModel):  # type: ignore[no-untyped-call]
@@ -227,6 +269,7 @@ class NormPlacementModel(NormPlacementPreTrainedModel, LlamaModel):  # type: ign
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embedding_scale = config.embedding_scale
         self.embed_layernorm = None
         if config.norm_placement == "peri":
             self.embed_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -241,10 +284,13 @@ class NormPlacementModel(NormPlacementPreTrainedModel, LlamaModel):  # type: ign
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **options: Any
     ) -> Any:
-        """The forward pass of LlamaModel; embeddings of a caller are normed as those that are looked up."""
-        if self.embed_layernorm is not None and (input_ids is None) != (inputs_embeds is None):
+        """The forward pass of LlamaModel; embeddings of a caller are treated as those that are looked up."""
+        changed = self.embed_layernorm is not None or self.embedding_scale != 1
+        if changed and (input_ids is None) != (inputs_embeds is None):
             embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            input_ids, inputs_embeds = None, self.embed_layernorm(embeddings)
+            embeddings = embeddings * self.embedding_scale
+            input_ids = None
+            inputs_embeds = embeddings if self.embed_layernorm is None else self.embed_layernorm(embeddings)
         return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **options)
 
 

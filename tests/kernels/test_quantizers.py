@@ -27,7 +27,9 @@ from neuzip.kernels.quantizers import magnitudes
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "quantizers"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TOKEN_QUANTIZERS = [q.int8_absmax, q.int4_absmean, q.fp4_e2m1, q.top_k_int8]
+TOKEN_QUANTIZERS = [
+    q.int8_absmax, q.int4_absmean, q.int4_absmax, q.fp4_e2m1, q.fp4_e1m2, q.top_k_int8,
+]  # fmt: skip
 E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]
 
 floats = st.floats(-1e4, 1e4, width=32)
@@ -413,7 +415,7 @@ def test_weights_that_are_not_finite_are_refused(quantizer: Callable[..., q.Tern
 def test_senseless_options_are_refused():
     with pytest.raises(ValueError, match="at least one weight, not 0"):
         q.absmean(torch.ones(2), group=0)
-    for quantizer in (q.absmean, q.int8_absmax, q.int4_absmean, q.top_k_int8):
+    for quantizer in (q.absmean, q.int8_absmax, q.int4_absmean, q.int4_absmax, q.top_k_int8):
         for epsilon in (0.0, -1.0, float("nan")):
             with pytest.raises(ValueError, match="has to be above 0"):
                 quantizer(torch.ones(2), epsilon=epsilon)
@@ -522,7 +524,10 @@ def test_the_clamped_form_gives_the_integers_of_transformers():
 def test_tokens_are_quantised_alone_and_in_range(quantizer: Callable[..., q.QuantizedTokens], x: np.ndarray):
     tokens = quantizer(torch.from_numpy(x))
     assert tokens.codes.shape == x.shape and tokens.scale.shape == (*x.shape[:-1], 1)
-    low, high = {q.int4_absmean: (-8, 7), q.fp4_e2m1: (-12, 12)}.get(quantizer, (-127, 127))
+    ranges = {
+        q.int4_absmean: (-8, 7), q.fp4_e2m1: (-12, 12), q.int4_absmax: (-7, 7), q.fp4_e1m2: (-7, 7),
+    }  # fmt: skip
+    low, high = ranges.get(quantizer, (-127, 127))
     assert low <= tokens.codes.min() and tokens.codes.max() <= high
     assert tokens.scale.isfinite().all()
     for row in np.ndindex(x.shape[:-1]):
@@ -589,7 +594,39 @@ def test_gaussian_tokens_lose_what_was_found_for_each_form():
     assert lost["int8_absmax"] == pytest.approx(7.5e-5, rel=0.1)
     assert lost["int4_absmean"] == pytest.approx(0.0132, rel=0.05)
     assert lost["fp4_e2m1"] == pytest.approx(0.0142, rel=0.05)
+    assert lost["int4_absmax"] == pytest.approx(0.0248, rel=0.05)
+    assert lost["fp4_e1m2"] == pytest.approx(lost["int4_absmax"], rel=1e-3)
     assert lost["top_k_int8"] == pytest.approx(1 - 0.9283, rel=0.02)
+
+
+@given(x=hnp.arrays(np.float16, st.integers(1, 40), elements=st.floats(-1e3, 1e3, width=16)))
+def test_4_bit_forms_of_the_ablations_are_those_of_the_equations(x: np.ndarray):
+    """Equations (8) and (9) in fp64, with E = 1 and M = 2, and (3) with 7 in place of 127."""
+    row = torch.from_numpy(x).float()
+    peak = float(np.abs(x).max(initial=0))
+    if not peak:
+        assert not q.fp4_e1m2(row).codes.any() and not q.int4_absmax(row).codes.any()
+        return
+    bias = math.log2((2 - 2**-2) / peak) + 2**1 - 1
+    near_halves = np.abs(np.abs(7 * x.astype(np.float64) / peak) % 1 - 0.5) < 1e-3
+    gammas = [2.0 ** max(math.floor(math.log2(abs(v)) + bias), 1) if v else 2.0 for v in row.tolist()]
+    steps = np.array(gammas) / 2 ** (2 + bias)
+    expected = np.round(x.astype(np.float64) / steps) * steps
+    back = q.fp4_e1m2(row).dequantize(torch.float32).numpy()
+    assert np.allclose(back[~near_halves], expected[~near_halves], rtol=1e-5, atol=1e-6 * peak)
+    tokens = q.int4_absmax(row)
+    codes = np.clip(np.round(7 / (peak + q.EPSILON) * x.astype(np.float64)), -8, 7)
+    safe = ~near_halves & (np.abs(np.abs(7 / (peak + q.EPSILON) * x) % 1 - 0.5) > 1e-3)
+    assert (tokens.codes.numpy() == codes)[safe].all()
+    assert tokens.scale.item() == pytest.approx(peak / 7, rel=1e-6)
+
+
+def test_e1m2_numbers_times_two_are_the_codes():
+    row = torch.tensor([bits / 2 for bits in range(8)])
+    tokens = q.fp4_e1m2(row)
+    assert tokens.codes.tolist() == list(range(8)) and tokens.scale.item() == 0.5
+    assert torch.equal(tokens.dequantize(), row)
+    assert q.fp4_e1m2(torch.tensor([0.5, -1.5, 7.0])).codes.tolist() == [0, -2, 7]  # halves to even
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -228,6 +228,35 @@ def test_first_weights_of_the_others_are_llama_s(placement: str):
         assert torch.equal(weight, expected), name
 
 
+@pytest.mark.parametrize("placement", ["pre", "mix"])
+def test_scaled_first_weights_are_those_of_the_seed_divided(placement: str):
+    plain, scaled = model(placement).state_dict(), model(placement, initialization="scaled").state_dict()
+    writers = {name for name in plain if "o_proj" in name or "down_proj" in name}
+    assert len(writers) == 2 * SIZES["num_hidden_layers"]
+    for name, weight in scaled.items():
+        factor = (2 * SIZES["num_hidden_layers"]) ** -0.5 if name in writers else 1
+        torch.testing.assert_close(weight, plain[name] * factor, rtol=1e-6, atol=0)
+
+
+def test_scaled_first_weights_have_biases_of_zero():
+    made = model("mix", initialization="scaled", attention_bias=True)
+    assert not made.model.layers[0].self_attn.o_proj.bias.any()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@torch.no_grad()
+def test_a_scaled_embedding_is_an_embedding_of_larger_weights(placement: str):
+    """With a head of its own; twice the numbers, so that no rounding differs."""
+    plain, scaled = with_gains(model(placement)), with_gains(model(placement, embedding_scale=2.0))
+    before = plain(IDS).logits
+    assert torch.equal(scaled.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    plain.model.embed_tokens.weight.mul_(2)
+    logits = scaled(IDS).logits
+    assert torch.equal(logits, plain(IDS).logits)
+    assert not torch.equal(logits, before)
+    assert torch.equal(scaled(inputs_embeds=scaled.model.embed_tokens(IDS)).logits, logits)
+
+
 # Saving, loading, generating
 
 
@@ -242,6 +271,15 @@ def test_saved_and_loaded(placement: str, tmp_path: Path):
     assert type(again) is NormPlacementForCausalLM
     assert torch.equal(again(IDS).logits, made(IDS).logits)
     assert type(AutoModel.from_pretrained(tmp_path)) is NormPlacementModel
+
+
+@torch.no_grad()
+def test_scales_are_saved_and_loaded_weights_are_not_scaled_again(tmp_path: Path):
+    made = with_gains(model("mix", embedding_scale=50.0, initialization="scaled"))
+    made.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (again.config.embedding_scale, again.config.initialization) == (50.0, "scaled")
+    assert torch.equal(again(IDS).logits, made(IDS).logits)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -347,6 +385,11 @@ def test_compressed_and_loaded(placement: str, residency: str, device: str, fold
     [
         ({"norm_placement": "prae"}, "no norm_placement 'prae'"),
         ({"norm_placement": "mix", "post_norm_ratio": 1.5}, "post_norm_ratio 1.5"),
+        ({"embedding_scale": 0.0}, "embedding_scale is 0.0"),
+        ({"embedding_scale": math.nan}, "embedding_scale is nan"),
+        ({"embedding_scale": math.inf}, "embedding_scale is inf"),
+        ({"initialization": "small"}, "no initialization 'small'"),
+        ({"initialization": "scaled", "norm_placement": "deepnorm"}, "first weights of its own"),
         ({"kept_layers": [0, 2]}, "kept_layers"),
         ({"kept_layers": [0, 2, 1, 3], "trained_layers": 5}, "in order"),
         ({"kept_layers": [0, 1, 2, 5], "trained_layers": 5}, "4 of 5 layers"),
@@ -507,7 +550,7 @@ def test_benchmark_makes_what_is_missing_and_reports(
     assert call("--placements", "pre,mix", "--seeds", "0").count("seed 0") == 2
     again = call("--placements", "pre,mix", "--seeds", "0,1")
     assert "seed 0" not in again and again.count("seed 1") == 2
-    for other in (("--steps", "6"), ("--embed-scale", "50")):
+    for other in (("--steps", "6"), ("--embed-scale", "50"), ("--alpha", "0.5"), ("--init", "scaled")):
         with pytest.raises(SystemExit, match="other settings"):
             call(*other)
     call("--report")
@@ -517,17 +560,6 @@ def test_benchmark_makes_what_is_missing_and_reports(
     drawn = (tmp_path / "mix_ln.svg").read_bytes()
     call("--report")
     assert (tmp_path / "mix_ln.svg").read_bytes() == drawn
-
-
-def test_a_scaled_embedding_makes_the_stream_larger_and_no_weight(benchmark: Any):
-    plain, scaled = (new_model(benchmark.TINY.config("pre", 64), 0, torch.device("cpu")) for _ in range(2))
-    benchmark.scale_embedding(scaled, 50.0)
-    ids = torch.arange(8)[None]
-    embedded = [model.get_input_embeddings()(ids) for model in (plain, scaled)]
-    assert torch.equal(embedded[1], 50 * embedded[0]) and 0.9 < embedded[1].std() < 1.1
-    weights = zip(plain.state_dict().items(), scaled.state_dict().items(), strict=True)
-    assert all(name == other and torch.equal(w, v) for (name, w), (other, v) in weights)
-    assert not torch.equal(plain(input_ids=ids).logits, scaled(input_ids=ids).logits)
 
 
 def test_intervals_of_the_benchmark(benchmark: Any):
@@ -547,7 +579,9 @@ def test_a_run_that_diverges_is_told(benchmark: Any, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(benchmark, "stepper", diverge)
     ids = torch.arange(2000) % 13
-    settings = benchmark.Settings("tiny", 3, 2, 1e-3, "text", 2000, {"held": 600}, False, False, 1.0)
+    settings = benchmark.Settings(
+        "tiny", 3, 2, 1e-3, "text", 2000, {"held": 600}, False, False, 1.0, 0.25, "plain"
+    )
     texts = benchmark.Texts(ids, {"held": ids[:600]}, "text", 96)
     found = benchmark.one_run(TINY, "post", 0, settings, texts, tmp_path / "post-0.json", "cpu")
     assert "the loss is nan" in found["failed"]

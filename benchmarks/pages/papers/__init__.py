@@ -1,0 +1,1 @@
+"""The page docs/papers.md: tables and figures of five papers, what they report and what we measured."""

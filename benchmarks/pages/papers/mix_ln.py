@@ -1,0 +1,284 @@
+"""Tables and figures of Mix-LN (arXiv 2412.13795)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from pages.layout import Document, linked, load, table
+from pages.papers.items import Claim, PaperItem, PaperSection
+from pages.training import WINDOW
+
+PAPER_PERPLEXITIES = {
+    "Post-LN": (35.18, 26.95, 1409.09, 1411.54), "DeepNorm": (34.87, 27.17, 22.77, 1410.94),
+    "Pre-LN": (34.77, 26.78, 21.92, 18.65), "Mix-LN": (33.12, 26.07, 21.39, 18.18),
+}  # fmt: skip
+"""Table 1 of the paper: 71M, 130M, 250M, 1B."""
+
+KEYS = {"Post-LN": "post", "Pre-LN": "pre", "Mix-LN": "mix"}
+
+TEXT = "held-out documents"
+
+PAPER_TOKENS = 1.1e9
+"""Training tokens of the paper's 71M model."""
+
+PAPER_SCALED = {"no": (32.18, 29.95), "initialisation": (30.63, 29.77), "both": (31.28, 31.19)}
+"""Table 8 of the paper, 130M: Pre-LN and Mix-LN, by what is scaled."""
+
+
+def mix_ln() -> PaperSection:
+    """All tables and figures of the paper."""
+    return PaperSection(
+        "Mix-LN", "2412.13795",
+        (FIGURE_1, table_1(), figure_2(), figure_3(), FIGURE_4, TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6,
+         FIGURE_5, figure_6a(), FIGURE_6B, table_7(), table_8()),
+    )  # fmt: skip
+
+
+FIGURE_1 = PaperItem(
+    "Figure 1", "Layers with Post-LN, Pre-LN and Mix-LN",
+    "A drawing.",
+    note="`runtime/hf/norm_placement.py` has these layers, and DeepNorm, Sandwich-LN, Peri-LN and LayerNorm "
+    "scaling.",
+    drawn=True,
+)  # fmt: skip
+
+
+def table_1() -> PaperItem:
+    """Perplexity by norm placement and size."""
+    once, repeated = load("mix_ln-once"), load("mix_ln")
+    rows: list[Sequence[object]] = [
+        [name, *(f"{perplexity:,.2f}" for perplexity in paper),
+         *(shown(document, KEYS.get(name)) for document in (once, repeated))]
+        for name, paper in PAPER_PERPLEXITIES.items()
+    ]  # fmt: skip
+    heads = ("placement", "paper: 71M", "130M", "250M", "1B", "ours: 71M recipe, 4 M tokens once",
+             "ours: 71M recipe, 16 M tokens, 4 times each")  # fmt: skip
+    claims = [
+        Claim(f"{what}: Mix-LN is better than {other}",
+              mean(document, "mix") < mean(document, KEYS[other]))
+        for what, document in (("each text once", once), ("each text 4 times", repeated))
+        for other in ("Pre-LN", "Post-LN")
+    ]  # fmt: skip
+    shares = [f"{100 * tokens_seen(document) / PAPER_TOKENS:.1f} %" for document in (once, repeated)]
+    return PaperItem(
+        "Table 1", "Perplexity by norm placement and size",
+        "The paper trains on 1.1 to 5 billion tokens of C4.",
+        table(heads, rows),
+        ("mix_ln-once", "mix_ln"),
+        claims,
+        "DeepNorm, and the sizes 130M, 250M and 1B",
+        f"Our runs see {' and '.join(shares)} of the paper's tokens, in batches of 32 in place of 512. They "
+        "use "
+        "three seeds; "
+        "± is a standard deviation. The advantage over Pre-LN in the short run may come from the scale of "
+        "the "
+        "embedding (Table 8).",
+    )  # fmt: skip
+
+
+def tokens_seen(document: Document) -> int:
+    """Tokens of all steps of a run."""
+    settings = document["settings"]
+    tokens: int = settings["steps"] * settings["batch"] * WINDOW
+    return tokens
+
+
+def shown(document: Document, placement: str | None) -> str:
+    """The mean and the spread of a placement's perplexity, empty without one."""
+    row = next((r for r in document["results"] if (r["placement"], r["text"]) == (placement, TEXT)), None)
+    return f"{row['mean']:.2f} ± {row['spread']:.2f}" if row else ""
+
+
+def mean(document: Document, placement: str) -> float:
+    """The mean perplexity of a placement."""
+    (row,) = (r for r in document["results"] if (r["placement"], r["text"]) == (placement, TEXT))
+    value: float = row["mean"]
+    return value
+
+
+def figure_2() -> PaperItem:
+    """Distances and drops of a model with Pre-LN."""
+    document = load("layers-wikilm-26m")
+    layers = document["layers"]
+    rows = [
+        [layer["number"], f"{layer['angular_distance']['value']:.3f}",
+         f"{layer['without']['nll_difference']['value']:+.3f}"]
+        for layer in layers
+    ]  # fmt: skip
+    distances = [layer["angular_distance"]["value"] for layer in layers]
+    drops = [layer["without"]["nll_difference"]["value"] for layer in layers]
+    half = len(layers) // 2
+    return PaperItem(
+        "Figure 2", "Angular distances and drops by layer: BERT-large and Llama-2 7B",
+        "Llama-2 7B, which has Pre-LN: deep layers are close to the layers after them, and MMLU hardly drops "
+        "without one. BERT-large, which has Post-LN, is the other way round.",
+        table(("layer of wikilm-26m", "angular distance to the next, as a share of 180 degrees",
+               "loss without it, nats per token"), rows),
+        ("layers-wikilm-26m",),
+        [Claim("Pre-LN: the mean distance of the second half is smaller than that of the first",
+               statistics.fmean(distances[half:]) < statistics.fmean(distances[:half])),
+         Claim("Pre-LN: the mean drop of the second half is smaller than that of the first",
+               statistics.fmean(drops[half:]) < statistics.fmean(drops[:half]))],
+        "BERT-large, Llama-2 7B, SQuAD and MMLU",
+        "wikilm-26m is a Llama with Pre-LN and 6 layers. The drop is that of its loss on WikiText-2. "
+        f"{linked('All measures by layer', 'Layer importance')}.",
+        "weights of BERT-large and Llama-2 7B",
+    )  # fmt: skip
+
+
+def gradients(document: Document) -> dict[str, list[float]]:
+    """The mean over seeds of each layer's gradient norm at the first step, by placement."""
+    found: dict[str, list[list[float]]] = {}
+    for one in document["runs"]:
+        found.setdefault(one["placement"], []).append(one["gradient_norms"]["first"])
+    return {
+        name: [statistics.fmean(layer) for layer in zip(*runs, strict=True)] for name, runs in found.items()
+    }
+
+
+def gradient_table(norms: dict[str, list[float]], placements: Sequence[str]) -> str:
+    """A column for each placement, a line for each layer."""
+    depth = len(norms[KEYS[placements[0]]])
+    rows = [[i, *(f"{norms[KEYS[name]][i]:.4f}" for name in placements)] for i in range(depth)]
+    return table(("layer", *placements), rows)
+
+
+def figure_3() -> PaperItem:
+    """What small models with Pre-LN and Post-LN look like inside."""
+    norms = gradients(load("mix_ln"))
+    return PaperItem(
+        "Figure 3", "A 130M model with Post-LN and with Pre-LN: distances, drops, gradient norms",
+        "Gradient norms at the start of training: Pre-LN's fall with depth, Post-LN's early layers have the "
+        "smallest. Distances and drops repeat Figure 2.",
+        gradient_table(norms, ("Post-LN", "Pre-LN")),
+        ("mix_ln",),
+        [Claim("Pre-LN: gradient norms are smaller in the second half of the layers",
+               late(norms["pre"]) < early(norms["pre"])),
+         Claim("Post-LN: gradient norms are smaller in the first half of the layers",
+               early(norms["post"]) < late(norms["post"]))],
+        "angular distances and drops by layer",
+        "The table has gradient norms at the first step of the 71M recipe, means of three seeds. Post-LN's "
+        "are "
+        "nearly equal there; they differ in the paper's direction at the end of training.",
+    )  # fmt: skip
+
+
+def early(values: Sequence[float]) -> float:
+    """The mean of the first half."""
+    return statistics.fmean(values[: len(values) // 2])
+
+
+def late(values: Sequence[float]) -> float:
+    """The mean of the second half."""
+    return statistics.fmean(values[len(values) // 2 :])
+
+
+FIGURE_4 = PaperItem(
+    "Figure 4", "Perplexity while a 7B model trains",
+    "Mix-LN stays below Pre-LN.",
+    obstacle="the GPUs to train 7 billion parameters on 1.7 billion tokens",
+)  # fmt: skip
+
+TABLE_2 = PaperItem(
+    "Table 2", "Accuracy of tasks after fine-tuning, 250M and 1B",
+    "Mean of seven tasks at 250M: 32.54 (Post-LN), 35.63 (DeepNorm), 36.93 (Pre-LN), 41.34 (Mix-LN).",
+    obstacle="models of these sizes by placement, and the data of the tasks",
+)  # fmt: skip
+
+TABLE_3 = PaperItem(
+    "Table 3", "Reward after reinforcement learning from human feedback, 1B",
+    "0.75 (Pre-LN) and 1.32 (Mix-LN).",
+    obstacle="such models and the preference data",
+)  # fmt: skip
+
+TABLE_4 = PaperItem(
+    "Table 4", "Accuracy of vision transformers on ImageNet",
+    "ViT-Tiny 67.30 (Pre-LN) and 67.34 (Mix-LN); ViT-Small 75.99 and 76.40.",
+    obstacle="ImageNet",
+)  # fmt: skip
+
+TABLE_5 = PaperItem(
+    "Table 5", "Perplexity by the share of Post-LN layers, 1B",
+    "0 %: 18.65; 16.7 %: 18.34; 25 %: 18.18; 33 %: 18.41; 41.7 %: 18.55; 50 %: 18.86; 100 %: 1434.",
+    note="`python benchmarks/mix_ln.py RUNS --placements mix --alpha 0.5` trains one. It needs a GPU.",
+)  # fmt: skip
+
+TABLE_6 = PaperItem(
+    "Table 6", "Perplexity of other norm placements, 250M",
+    "23.39 (Pre-LN), 24.82 (Admin), 23.10 (Group-LN), 23.26 (Sandwich-LN), 22.33 (Mix-LN).",
+    note="Sandwich-LN is implemented and was not trained. Admin and Group-LN are not implemented.",
+)  # fmt: skip
+
+FIGURE_5 = PaperItem(
+    "Figure 5", "Angular distances by layer with Pre-LN, Post-LN and Mix-LN, 130M",
+    "Mix-LN's deep layers differ most from one another.",
+    note="`neuzip layers` measures it on any model. [mix_ln.py](benchmarks/mix_ln.py) does not keep the "
+    "models that "
+    "it trains.",
+)  # fmt: skip
+
+
+def figure_6a() -> PaperItem:
+    """Gradient norms by layer and placement."""
+    norms = gradients(load("mix_ln"))
+    unevenness = {name: max(values) / min(values) for name, values in norms.items()}
+    return PaperItem(
+        "Figure 6a", "Gradient norms by layer with Pre-LN, Post-LN and Mix-LN, 250M",
+        "Mix-LN's norms are the most even.",
+        gradient_table(norms, ("Pre-LN", "Post-LN", "Mix-LN")),
+        ("mix_ln",),
+        [Claim("Mix-LN's norms are more even than Pre-LN's", unevenness["mix"] < unevenness["pre"]),
+         Claim("Mix-LN's norms are more even than Post-LN's", unevenness["mix"] < unevenness["post"])],
+        "the 250M model",
+        "The model has the 71M recipe: 12 layers. Norms are those of the first step, means of three seeds. "
+        "Largest "
+        "norm over smallest: "
+        + ", ".join(f"{unevenness[KEYS[name]]:.2f} ({name})" for name in ("Pre-LN", "Post-LN", "Mix-LN"))
+        + ".",
+    )  # fmt: skip
+
+
+FIGURE_6B = PaperItem(
+    "Figure 6b", "Drop of accuracy without one layer, 130M after fine-tuning",
+    "Mix-LN loses more than Pre-LN without one of its deep layers.",
+    note="`neuzip layers` measures the drop of a text's loss. The paper has the accuracy of ARC-easy, and "
+    "the models of "
+    "Figure 5.",
+)  # fmt: skip
+
+
+def table_7() -> PaperItem:
+    """The recipes."""
+    return PaperItem(
+        "Table 7", "Recipes of the models",
+        "71M to 7B: shapes, steps, tokens, learning rates, alpha.",
+        note="[mix_ln_recipes.py](benchmarks/mix_ln_recipes.py) has them as `RECIPES`. Its 71M model has "
+        f"{load('mix_ln')['parameters'] / 1e6:.0f} M parameters, because the vocabulary is smaller.",
+        drawn=True,
+    )  # fmt: skip
+
+
+def table_8() -> PaperItem:
+    """Mix-LN against Pre-LN with a scaled embedding."""
+    ours = {"no": load("mix_ln-small"), "embedding": load("mix_ln-small-scaled")}
+    gains = {what: 100 * (mean(d, "mix") / mean(d, "pre") - 1) for what, d in ours.items()}
+    rows: list[Sequence[object]] = [
+        ["paper, 130M", what, f"{pre:.2f}", f"{mix:.2f}", f"{100 * (mix / pre - 1):+.1f} %"]
+        for what, (pre, mix) in PAPER_SCALED.items()
+    ]
+    rows += [
+        ["ours, 4 M parameters", what, *(f"{mean(d, name):,.0f}" for name in ("pre", "mix")),
+         f"{gains[what]:+.1f} %"]
+        for what, d in ours.items()
+    ]  # fmt: skip
+    return PaperItem(
+        "Table 8", "Mix-LN and Pre-LN with scaled initialisation and scaled embedding",
+        "With both, the gain of Mix-LN nearly vanishes.",
+        table(("model", "scaled", "Pre-LN", "Mix-LN", "change"), rows),
+        ("mix_ln-small", "mix_ln-small-scaled"),
+        missing="scaled initialisation, more than one seed, and the 130M model",
+        note="Our models are tiny, train for 120 steps of 2 windows and have one seed. The numbers point in "
+        "the paper's "
+        "direction, but one seed tests no conclusion.",
+    )  # fmt: skip

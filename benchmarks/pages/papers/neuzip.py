@@ -1,0 +1,286 @@
+"""Tables and figures of NeuZip (arXiv 2410.20650)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from pages.layout import Document, linked, load, table
+from pages.papers.items import Claim, PaperItem, PaperSection, at
+
+TRAINED = {"gpt-neo-2.7b": "GPT-Neo 2.7B", "llama-3-8b": "Llama-3 8B", "llama-2-13b": "Llama-2 13B"}
+
+PAPER_TRAINING = {
+    "gpt-neo-2.7b": {"vanilla": (8.81, 11.22, 0.96), "lomo": (8.81, 6.97, 0.94), "ours": (8.81, 5.54, 0.70)},
+    "llama-3-8b": {"vanilla": (8.61, 30.97, 0.77), "lomo": (8.61, 19.47, 0.78), "ours": (8.61, 15.25, 0.45)},
+    "llama-2-13b": {"vanilla": None, "lomo": (9.10, 26.26, 0.49), "ours": (9.10, 18.58, 0.28)},
+}
+"""Table 1 of the paper: validation loss, GiB, iterations per second; None where it ran out of memory."""
+
+TRAINING_METHODS = {"vanilla": "vanilla", "lomo": "LOMO", "ours": "NeuZip"}
+
+PAPER_INFERENCE = {
+    "vanilla": (9.89, 15.08), "INT8": (10.07, 8.63), "FP4": (11.51, 5.77), "NF4": (10.75, 5.77),
+    "FP4, double": (11.50, 5.44), "NF4, double": (10.75, 5.44), "NeuZip, 0 bits": (13.64, 5.24),
+    "NeuZip, 1 bit": (10.77, 6.05), "NeuZip, 3 bits": (9.93, 7.70), "NeuZip, lossless": (9.89, 10.95),
+}  # fmt: skip
+"""Table 3a of the paper, Llama-3 8B: word perplexity and GiB."""
+
+SCHEMES = {
+    "INT8": "int8", "NF4, double": "nf4", "NeuZip, 0 bits": "k0", "NeuZip, 1 bit": "k1",
+    "NeuZip, 3 bits": "k3", "NeuZip, lossless": "lossless",
+}  # fmt: skip
+"""Rows of Table 3a by their names in a sweep."""
+
+PAPER_BLOCKS = {
+    32: (6.341, 35.7, None, None), 64: (6.694, 34.6, 4.611, 42.7), 128: (6.853, 34.2, 4.662, 42.2),
+    256: (7.639, 33.8, 4.640, 41.8), 512: (7.104, 33.5, 4.649, 41.4),
+}  # fmt: skip
+"""Table 4 of the paper by block: perplexity and GiB with 0 bits, and with 1 bit."""
+
+
+def neuzip() -> PaperSection:
+    """All tables and figures of the paper."""
+    return PaperSection(
+        "NeuZip", "2410.20650",
+        (figure_1(), table_1(), FIGURE_2, TABLE_2, figure_3(), table_3a(), TABLE_3B, table_4(), figure_4(),
+         figure_5()),
+    )  # fmt: skip
+
+
+def figure_1() -> PaperItem:
+    """Histograms of the fields of trained weights."""
+    return PaperItem(
+        "Figure 1", "Histograms of sign, exponent and mantissa, trained weights",
+        "Llama-3 8B: few exponents have nearly all weights; signs and mantissas look random.",
+        note="`neuzip inspect MODEL --plot FILE` draws the three histograms of any checkpoint. Their "
+        "entropies are "
+        "in no result file yet.",
+    )  # fmt: skip
+
+
+def table_1() -> PaperItem:
+    """Memory and speed of pre-training."""
+    sections = load("train_memory")["sections"]
+    rows, claims = [], []
+    for model, title in TRAINED.items():
+        methods = {name: training_row(sections[model], name) for name in TRAINING_METHODS}
+        for name, r in methods.items():
+            paper = PAPER_TRAINING[model][name]
+            rows.append([
+                title, TRAINING_METHODS[name], f"{paper[1]:.2f}" if paper else "out of memory",
+                f"{r['peak_gib']:.2f}", f"{paper[2]:.2f}" if paper else "", f"{1 / r['seconds']:.2f}",
+                relative(PAPER_TRAINING[model], name),
+                f"{r['tokens_per_second'] / methods['lomo']['tokens_per_second']:.2f}",
+            ])  # fmt: skip
+        saved = methods["ours"]["peak_gib"] < methods["lomo"]["peak_gib"] < methods["vanilla"]["peak_gib"]
+        claims.append(
+            Claim(f"{title}: NeuZip needs less memory than LOMO, and LOMO less than vanilla", saved)
+        )
+        repeatable = training_row(sections[model], "ours, deterministic")
+        same = repeatable["steps_as_the_peer"] == len(repeatable["losses"])
+        claims.append(Claim(f"{title}: LOMO and NeuZip have the same losses, bit for bit", same))
+    heads = ("model", "method", "paper, GiB", "ours, GiB", "paper, it/s", "ours, it/s",
+             "paper, speed / LOMO", "ours, speed / LOMO")  # fmt: skip
+    return PaperItem(
+        "Table 1", "Pre-training: validation loss, peak memory, speed",
+        "The three methods have the same validation loss (8.81, 8.61 and 9.10); memory and speed are in the "
+        "table.",
+        table(heads, rows),
+        ("train_memory",),
+        claims,
+        "the validation losses",
+        "The shapes are those of the paper's models. The weights and tokens are random, so these runs "
+        "measure "
+        "no validation loss. The GPU is an H100 (paper: A6000), and our steps have 1,024 tokens, so "
+        "iterations "
+        "per second do not compare with the paper's. LOMO is neuzip's own trainer with uncompressed weights. "
+        "Vanilla uses activation checkpointing. Losses were compared with deterministic algorithms, over 8 "
+        "steps: "
+        f"{linked('all rows', 'Training with compressed weights')}.",
+    )  # fmt: skip
+
+
+def training_row(section: Document, method: str) -> Document:
+    """A method with 1,024 tokens per step."""
+    return at(section, method=method, tokens=1024)
+
+
+def relative(methods: dict[str, tuple[float, float, float] | None], name: str) -> str:
+    """The paper's speed as a multiple of LOMO's; empty where the paper has none."""
+    own, lomo = methods[name], methods["lomo"]
+    return f"{own[2] / lomo[2]:.2f}" if own and lomo else ""
+
+
+FIGURE_2 = PaperItem(
+    "Figure 2", "What each training method keeps in memory, for one linear layer",
+    "A drawing of vanilla, activation checkpointing, checkpointing with LOMO, and NeuZip.",
+    note="Table 1 measures three of these four methods. Vanilla without checkpointing was not run.",
+    drawn=True,
+)  # fmt: skip
+
+TABLE_2 = PaperItem(
+    "Table 2", "Fine-tuning T5 1B, 3B and 11B for SQL, against QLoRA",
+    "BLEU of T5 1B: 79.9 with vanilla, LOMO and NeuZip, 70.1 to 70.6 with QLoRA. NeuZip takes 2.39 GiB, "
+    "LOMO 2.75, QLoRA 3.61 to 5.84.",
+    note="`neuzip train` refuses encoder-decoder models: `compress`, `decompress` and `verify` are what they "
+    "support. A run in small needs two stacks in the trainer.",
+    obstacle="weights of T5 1B to 11B and the SQL data",
+)  # fmt: skip
+
+TABLE_3B = PaperItem(
+    "Table 3b", "Lossy NeuZip, T5 models: perplexity, memory, speed",
+    "T5 1B: 2.614 at 1.37 GiB (vanilla), 2.615 at 1.28 (INT8), 2.632 at 1.08 (NF4), 2.731 at 0.40 (0 bits), "
+    "2.641 at 0.48 (1 bit), 2.614 at 0.66 (3 bits).",
+    note="`neuzip eval` refuses encoder-decoder models: it has no convention for their perplexity.",
+    obstacle="weights of T5 1B to 11B",
+)  # fmt: skip
+
+
+def trade_off() -> tuple[Document, list[Claim]]:
+    """The sweep of the demo checkpoint, and what the paper concludes of such a trade-off."""
+    document = load("sweep-demo")
+    schemes = {r["scheme"]: r for r in document["results"]}
+    k3, int8, k1, nf4, k0 = (schemes[name] for name in ("k3", "int8", "k1", "nf4", "k0"))
+    kept = [divergence(schemes[name]) for name in ("k0", "k1", "k3", "lossless")]
+    return document, [
+        Claim("fewer mantissa bits, higher loss", kept == sorted(kept, reverse=True)),
+        Claim("3 mantissa bits are smaller than INT8 and have a lower loss",
+              size(k3) < size(int8) and divergence(k3) < divergence(int8)),
+        Claim("NF4 is smaller than 1 mantissa bit, at a loss that is as low",
+              size(nf4) < size(k1) and divergence(nf4) <= divergence(k1)),
+        Claim("0 mantissa bits are smaller than NF4", size(k0) < size(nf4)),
+    ]  # fmt: skip
+
+
+def divergence(row: Document) -> float:
+    """The mean KL divergence of a row of a sweep, in nats per token."""
+    value: float = row["kld"]["mean"]["value"]
+    return value
+
+
+def size(row: Document) -> float:
+    """The bits per weight of a row of a sweep."""
+    value: float = row["bits_per_weight"]
+    return value
+
+
+def table_3a() -> PaperItem:
+    """Lossy compression against quantisation."""
+    document, claims = trade_off()
+    rows: list[Sequence[object]] = []
+    for name, (perplexity, gib) in PAPER_INFERENCE.items():
+        r = at(document, scheme=SCHEMES[name]) if name in SCHEMES else None
+        bits = gib * 16 / PAPER_INFERENCE["vanilla"][1]
+        rows.append([
+            name, f"{perplexity:.2f}", f"{gib:.2f} ({bits:.1f})",
+            f"{r['perplexity']['value']:.2f}" if r else "16 bits: the baseline" if name == "vanilla" else "",
+            f"{divergence(r):.5f}" if r else "", f"{size(r):.2f}" if r else "",
+        ])  # fmt: skip
+    heads = ("scheme", "paper: Llama-3 8B, perplexity", "paper, GiB (as bits per weight)",
+             "ours: demo checkpoint, perplexity", "ours, KLD, nats per token",
+             "ours, bits per weight")  # fmt: skip
+    return PaperItem(
+        "Table 3a", "Lossy NeuZip and quantisation, decoder models: perplexity, memory, speed",
+        "The table has the paper's rows for Llama-3 8B; Llama-2 13B and Yi-1.5 34B are similar.",
+        table(heads, rows),
+        ("sweep-demo",),
+        claims,
+        "speed, measured memory, FP4 of bitsandbytes, NF4 without double quantisation, and models of 8B to "
+        "34B",
+        "The demo checkpoint has 1.3 M weights, and our sizes are those of files. In the paper, 3 mantissa "
+        "bits "
+        "are better than INT8 at a smaller size. Here INT8 with a scale per row has the lower loss. In both, "
+        "NF4 "
+        "is smaller than 1 mantissa bit and at least about as good. Other 4-bit formats are in "
+        f"{linked('a table of their own', 'Quantised weights compared with other formats')}.",
+    )  # fmt: skip
+
+
+def figure_3() -> PaperItem:
+    """The trade-off as a picture."""
+    _, claims = trade_off()
+    return PaperItem(
+        "Figure 3", "Size against perplexity of all methods",
+        "NeuZip's points lie on the Pareto front or near it.",
+        "![Size against KL divergence of the demo checkpoint](benchmarks/results/sweep-demo.svg)",
+        ("sweep-demo",),
+        claims,
+        "models of 8B to 34B, and FP4 of bitsandbytes",
+        "The axes are bits per weight and KL divergence. Around 4 and 8 bits, published formats lie below "
+        "rounded mantissas, so rounded mantissas are not on the front there.",
+    )  # fmt: skip
+
+
+def table_4() -> PaperItem:
+    """The block size of the normalisation."""
+    document = load("sweep-demo")
+    schemes = {r["scheme"]: r for r in document["results"]}
+    rows: list[Sequence[object]] = []
+    for block, (zero, zero_gib, one, one_gib) in PAPER_BLOCKS.items():
+        k0, k1 = schemes[f"k0b{block}"], schemes[f"k1b{block}"]
+        rows.append([
+            block, f"{zero:.3f}", f"{zero_gib:.1f}", f"{one:.3f}" if one else "out of memory",
+            f"{one_gib:.1f}" if one_gib else "", f"{divergence(k0):.4f}", f"{size(k0):.3f}",
+            f"{divergence(k1):.4f}", f"{size(k1):.3f}",
+        ])  # fmt: skip
+    blocks = sorted(PAPER_BLOCKS)
+    claims = [
+        Claim(f"{bits}: larger blocks take less memory",
+              all(size(schemes[f"{k}b{a}"]) > size(schemes[f"{k}b{b}"])
+                  for a, b in itertools.pairwise(blocks)))
+        for k, bits in (("k0", "0 bits"), ("k1", "1 bit"))
+    ] + [Claim("0 bits: blocks of 32 have the lowest loss", min(
+        blocks, key=lambda block: divergence(schemes[f"k0b{block}"])) == 32)]  # fmt: skip
+    heads = ("block", "paper, 0 bits: perplexity", "GiB", "paper, 1 bit: perplexity", "GiB",
+             "ours, 0 bits: KLD", "bits per weight", "ours, 1 bit: KLD", "bits per weight")  # fmt: skip
+    return PaperItem(
+        "Table 4", "Block size of the normalisation, with 0 and 1 mantissa bits",
+        "The paper's perplexities and memory are in the table. The page that we read does not name the "
+        "model.",
+        table(heads, rows),
+        ("sweep-demo",),
+        claims,
+        "measured memory, and a model of the paper's size",
+        "The model is the demo checkpoint, and the sizes are those of files.",
+    )  # fmt: skip
+
+
+def figure_4() -> PaperItem:
+    """The throughput of compression."""
+    document = load("gpu_codec")
+    of = {(r["row"], r["by"]): r for r in document["results"]}
+    rows: list[Sequence[object]] = [
+        [what, f"{of[row, 'neuzip']['gb_s']:,.0f}"]
+        for what, row in (
+            ("compress, lossless, 235 M weights", "bf16 encode, 235 M weights"),
+            ("decompress, lossless, 235 M weights", "bf16 decode, lossless, 235 M weights"),
+            ("decompress, lossless, 16 Mi weights", "bf16 decode, lossless, 16 Mi weights"),
+            ("decompress, 3 mantissa bits", "bf16 decode, k = 3"),
+            ("decompress, 1 mantissa bit", "bf16 decode, k = 1"),
+        )
+    ]  # fmt: skip
+    rows.append(["copy between CPU and GPU, the offload baseline", f"{document['link_gb_s']:,.0f}"])
+    lossless = of["bf16 decode, lossless, 235 M weights", "neuzip"]["gb_s"]
+    return PaperItem(
+        "Figure 4", "Throughput of compression and decompression by matrix size",
+        "Eight curves in GiB/s: CPU offload and reload, quantisation and dequantisation, lossy and lossless "
+        "NeuZip, in both directions. The page that we read has no numbers.",
+        table(("operation", "GB/s of bf16"), rows),
+        ("gpu_codec",),
+        [Claim("decompression is faster than a reload from the CPU", lossless > document["link_gb_s"])],
+        "quantisation and dequantisation, lossy compression, and sizes other than 16 Mi and 235 M weights",
+        f"{linked('DFloat11 and nvCOMP', 'Lossless codec on a GPU')} were measured as well. Compression is "
+        "one "
+        "call, decompression a replayed graph.",
+    )  # fmt: skip
+
+
+def figure_5() -> PaperItem:
+    """Histograms of the fields of random weights."""
+    return PaperItem(
+        "Figure 5", "Histograms of sign, exponent and mantissa, random weights",
+        "Llama-3 8B at its random initialisation has low-entropy exponents too.",
+        note="`neuzip train` with `scratch` makes such weights, and `neuzip inspect --plot` draws the "
+        "histograms.",
+    )  # fmt: skip

@@ -1,0 +1,317 @@
+"""Tables and figures of SageAttention2 (arXiv 2411.10958)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pages.layout import Document, load, table
+from pages.papers.items import Claim, PaperItem, PaperSection, falling
+
+PAPER_GRANULARITY = {
+    "token": ((99.45, 0.0649, 0.0335), (96.76, 0.1916, 0.0775)),
+    "warp": ((99.45, 0.0648, 0.0334), (96.71, 0.1956, 0.0779)),
+    "block": ((98.03, 0.1492, 0.0744), (90.68, 0.3615, 0.1490)),
+    "tensor": ((97.15, 0.1800, 0.0865), (85.85, 0.4687, 0.2261)),
+}
+"""Tables 2 and 3 of the paper: cosine similarity in percent, relative L1, RMSE; mean and worst layer."""
+
+PAPER_FORMATS = {
+    "INT8": ((77.05, 0.5618, 0.5044), (19.52, 0.9579, 1.4483)),
+    "E5M2": ((99.20, 0.0905, 0.0903), (94.94, 0.2327, 0.2361)),
+    "E4M3": ((99.44, 0.0683, 0.0347), (96.70, 0.1956, 0.0779)),
+    "FP16": ((99.45, 0.0649, 0.0335), (96.76, 0.1916, 0.0775)),
+}
+"""Tables 4 and 5 of the paper, in the same units; Q and K in INT4."""
+
+UNITS = ("cosine", "relative_l1", "rmse")
+
+HEADS = ("paper, cosine", "relative L1", "RMSE", "ours, cosine", "relative L1", "RMSE")
+
+FORM = "INT4, per {}"
+
+
+def sage_attention() -> PaperSection:
+    """All tables and figures of the paper."""
+    return PaperSection(
+        "SageAttention2", "2411.10958",
+        (FIGURE_1, FIGURE_2, table_1(), FIGURE_3, FIGURE_4, granularity(False), granularity(True), FIGURE_5,
+         formats(False), formats(True), FIGURE_6, TABLE_6, TABLE_7, TABLE_8, FIGURE_7, speed("Figure 8", 64),
+         speed("Figure 9", 128), FIGURE_10, FIGURE_11, TABLES_9_10, table_11()),
+    )  # fmt: skip
+
+
+FIGURE_1 = PaperItem(
+    "Figure 1", "Speed of the kernel on an RTX 4090, and needle in a haystack with Llama 3.1",
+    "3 to 5 times the speed of FlashAttention2 and xformers on the RTX 4090; the needle test has 100,000 "
+    "tokens on an L20.",
+    obstacle="RTX 4090 and L20 GPUs, weights of Llama 3.1",
+    note="Figures 8 and 9 have our speeds, on an H200.",
+)  # fmt: skip
+
+FIGURE_2 = PaperItem(
+    "Figure 2", "A video of CogVideoX with Q and K in plain INT4",
+    "Plain INT4 destroys the picture.",
+    obstacle="weights of CogVideoX",
+)  # fmt: skip
+
+
+def table_1() -> PaperItem:
+    """Smoothing of queries and keys in 4 bits."""
+    document = load("attention_accuracy-wikilm-26m")
+    synthetic = load("attention_accuracy-synthetic")["synthetic"]
+    smoothed = {name: perplexity(document, f"INT4, smoothed: {name}") for name in ("none", "Q+K")}
+    outliers = {
+        form: next(
+            r["cosine"] for r in synthetic
+            if r["numbers"] == "outlier channels" and r["head_dim"] == 64
+            and (r["form"], r["by"]) == (form, "reference")
+        )
+        for form in ("4 bit, not smoothed", "4 bit")
+    }  # fmt: skip
+    base = smoothed["none"]["base_perplexity"]
+    rows = [
+        ["full precision", "6.013", "", f"{base:.2f}", ""],
+        ["INT4", "11.698", "+94.5 %", *after(smoothed["none"])],
+        ["INT4, Q and K smoothed", "6.219", "+3.4 %", *after(smoothed["Q+K"])],
+    ]
+    heads = (
+        "Q and K",
+        "paper: Llama 3.1, WikiText perplexity",
+        "rise",
+        "ours: wikilm-26m, perplexity",
+        "rise",
+    )
+    return PaperItem(
+        "Table 1", "INT4 with and without smoothing of Q and K: quality of models",
+        "WikiText perplexities are in the table. Lambada: 81.5 % (full precision), 72.6 %, 80.8 % "
+        "(smoothed). "
+        "CogVideoX loses two thirds of its quality score without smoothing.",
+        table(heads, rows),
+        ("attention_accuracy-wikilm-26m", "attention_accuracy-synthetic"),
+        [Claim("smoothing makes INT4 better",
+               smoothed["Q+K"]["perplexity"] < smoothed["none"]["perplexity"])],
+        "Lambada, CogVideoX, and Llama 3.1",
+        "The direction is the paper's, the size of the effect is not: wikilm-26m has small channel means, so "
+        "plain INT4 costs it little. On random numbers with outlier channels, the cosine similarity of INT4 "
+        f"attention is {outliers['4 bit, not smoothed']:.3f} without smoothing and {outliers['4 bit']:.3f} "
+        "with "
+        "it. Our means of Q cover 64 tokens, the paper's 128.",
+    )  # fmt: skip
+
+
+def perplexity(document: Document, form: str) -> Document:
+    """A row of perplexities by the reference."""
+    (row,) = (r for r in document["perplexity"] if r["form"] == form and r["by"] == "reference")
+    found: Document = row
+    return found
+
+
+def after(row: Document) -> list[str]:
+    """A perplexity and its rise."""
+    return [f"{row['perplexity']:.2f}", f"{row['rise_percent']:+.2f} %"]
+
+
+FIGURE_3 = PaperItem(
+    "Figure 3", "Steps of the method",
+    "A drawing: smooth, quantise, multiply, correct.",
+    note="`kernels/attention/reference.py` has the same steps.",
+    drawn=True,
+)  # fmt: skip
+
+FIGURE_4 = PaperItem(
+    "Figure 4", "Typical values of Q, K, V and S by token and channel",
+    "Q and K have channels with a large offset that all tokens share.",
+    note="[attention_accuracy.py](benchmarks/attention_accuracy.py) records only the means of each layer.",
+)  # fmt: skip
+
+
+def granularity(worst: bool) -> PaperItem:
+    """How many queries and keys share a scale; the mean of layers, or the worst."""
+    document = load("attention_accuracy-wikilm-26m")
+    found = {name: closeness(document, FORM.format(name)) for name in ("token", "thread", "block", "tensor")}
+    rows: list[Sequence[object]] = [
+        [f"per {name}", *shown(PAPER_GRANULARITY[name][worst] if name in PAPER_GRANULARITY else None),
+         *measured(found.get(name), worst)]
+        for name in ("token", "warp", "thread", "block", "tensor")
+    ]  # fmt: skip
+    key = ("worst_" if worst else "") + "cosine"
+    return PaperItem(
+        "Table 3" if worst else "Table 2",
+        f"Granularity of Q and K in INT4: {'worst layer' if worst else 'mean of layers'}",
+        "The paper's rows are in the table.",
+        table(("granularity", *HEADS), rows),
+        ("attention_accuracy-wikilm-26m",),
+        [Claim("per token, per block and per tensor rank in this order",
+               falling([found[name][key] for name in ("token", "block", "tensor")]))],
+        "per warp",
+        f"{model(document)} Our row per thread has one scale per query and four per 128 keys. The paper's "
+        "groups per "
+        "thread share a scale among 2 or 4 queries.",
+    )  # fmt: skip
+
+
+def formats(worst: bool) -> PaperItem:
+    """Number formats of P and V; the mean of layers, or the worst."""
+    document = load("attention_accuracy-wikilm-26m")
+    found = {name: closeness(document, f"Q, K INT4; P, V {name}") for name in PAPER_FORMATS}
+    rows: list[Sequence[object]] = [
+        [name, *shown(paper[worst]), *measured(found[name], worst)] for name, paper in PAPER_FORMATS.items()
+    ]
+    cosine = {name: r[("worst_" if worst else "") + "cosine"] for name, r in found.items()}
+    return PaperItem(
+        "Table 5" if worst else "Table 4",
+        f"Number formats of P and V, with Q and K in INT4: {'worst layer' if worst else 'mean of layers'}",
+        "The paper's rows are in the table.",
+        table(("P and V", *HEADS), rows),
+        ("attention_accuracy-wikilm-26m",),
+        [Claim("E4M3 is better than E5M2", cosine["E4M3"] > cosine["E5M2"]),
+         Claim("E4M3 is better than INT8", cosine["E4M3"] > cosine["INT8"])],
+        note=f"{model(document)} INT8 is not worse here, so this table does not show the paper's reason for "
+        "FP8. A likely "
+        "cause, which we did not measure: these texts are short, and P has few rows with many small entries. "
+        "neuzip's kernels use E4M3.",
+    )  # fmt: skip
+
+
+def model(document: Document) -> str:
+    """What the similarities of a result are those of."""
+    tokens = document["tokens"] // document["windows"] * document["similarity_windows"]
+    return (
+        f"The model is wikilm-26m on {tokens:,} tokens of WikiText-2; the paper has all layers of CogVideoX. "
+        "`kernels/attention/reference.py` computes it."
+    )
+
+
+def closeness(document: Document, form: str) -> Document:
+    """A row of similarities by the reference."""
+    (row,) = (r for r in document["closeness"] if r["form"] == form and r["by"] == "reference")
+    found: Document = row
+    return found
+
+
+def shown(paper: tuple[float, float, float] | None) -> list[str]:
+    """The paper's three numbers, or empty cells."""
+    return [f"{paper[0]:.2f} %", f"{paper[1]:.4f}", f"{paper[2]:.4f}"] if paper else ["", "", ""]
+
+
+def measured(row: Document | None, worst: bool) -> list[str]:
+    """Our three numbers, or empty cells."""
+    if row is None:
+        return ["", "", ""]
+    cosine, distance, error = (row[("worst_" if worst else "") + unit] for unit in UNITS)
+    return [f"{100 * cosine:.2f} %", f"{distance:.4f}", f"{error:.4f}"]
+
+
+FIGURE_5 = PaperItem(
+    "Figure 5", "Codes of Q before and after smoothing",
+    "Smoothed queries use the range of INT4 evenly; plain ones are at its ends.",
+    note="It would run on a CPU.",
+)  # fmt: skip
+
+FIGURE_6 = PaperItem(
+    "Figure 6", "Error of a product of P and V that is summed in 22 bits",
+    "Smoothing V removes the error that the short accumulator causes.",
+    note="It needs a kernel that exposes the accumulator of the FP8 instruction, on a GPU.",
+)  # fmt: skip
+
+TABLE_6 = PaperItem(
+    "Table 6", "Attention with a 22-bit accumulator, with and without smoothing of V",
+    "The page that we read has no numbers.",
+    note="The reference sums in fp32 and fp64. A kernel that exposes the accumulator is missing.",
+)  # fmt: skip
+
+TABLE_7 = PaperItem(
+    "Table 7", "Error of the FP8 matmul instruction by precision of the accumulated value",
+    "The accumulator has fewer bits than fp32. The page that we read has no numbers.",
+    note="It needs a GPU and one matrix instruction. The paper's instruction is that of Ada GPUs; Hopper's "
+    "differs.",
+)  # fmt: skip
+
+TABLE_8 = PaperItem(
+    "Table 8", "The two kernels: 4 and 8 bits for Q and K",
+    "Both have FP8 for P and V.",
+    note="neuzip has both forms. Hopper GPUs multiply no 4-bit integers, so the form with 4 bits runs in "
+    "INT8 and "
+    "is for accuracy alone.",
+    drawn=True,
+)  # fmt: skip
+
+FIGURE_7 = PaperItem(
+    "Figure 7", "Closeness of the 4-bit form by layer and timestep",
+    "Some layers are far worse than others, and they get 8 bits.",
+    note="`neuzip patch-attention` prints this measure by layer, with mean and standard deviation, and "
+    "chooses by "
+    "a limit on the KL divergence. It has no result file.",
+)  # fmt: skip
+
+
+def speed(name: str, width: int) -> PaperItem:
+    """The speed of kernels with one head size."""
+    results = [r for r in load("attention")["sections"]["kernels"]["results"] if r["width"] == width]
+    sides = ("SDPA, flash", "SDPA, cuDNN", "sageattention", "ours, 8 bits", "ours, 4 bits")
+    cases = list(dict.fromkeys((r["tokens"], r["causal"]) for r in results))
+    tops = {(r["tokens"], r["causal"], r["side"]): r["tops"] for r in results}
+    rows = [
+        [
+            f"{tokens:,}{', causal' if causal else ''}",
+            *(f"{tops[tokens, causal, side]:,.0f}" for side in sides),
+        ]
+        for tokens, causal in cases
+    ]
+    return PaperItem(
+        name, f"TOPS by length of the text, head size {width}, RTX 4090",
+        "Both forms are faster than FlashAttention2 and xformers, and 4 bits are faster than 8. The page "
+        "that we "
+        "read has the curves as pictures.",
+        table(("tokens", "FlashAttention2 in torch", "cuDNN", "SageAttention 1", "neuzip, 8 bits",
+               "neuzip, 4 bits"), rows),
+        ("attention",),
+        [Claim("8 bits are faster than FlashAttention2",
+               all(faster(tops, case, "ours, 8 bits", "SDPA, flash") for case in cases)),
+         Claim("4 bits are faster than 8 bits",
+               all(faster(tops, case, "ours, 4 bits", "ours, 8 bits") for case in cases))],
+        "the RTX 4090, and four of six lengths",
+        "The GPU is an H200, which multiplies no 4-bit integers; Hopper's cuDNN is the strongest baseline "
+        "there.",
+        "an RTX 4090",
+    )  # fmt: skip
+
+
+def faster(tops: dict[tuple[int, bool, str], float], case: tuple[int, bool], side: str, than: str) -> bool:
+    """Whether one side of a case is faster than another."""
+    return tops[case[0], case[1], side] > tops[case[0], case[1], than]
+
+
+FIGURE_10 = PaperItem(
+    "Figure 10", "TOPS by length of the text, head size 256, RTX 4090",
+    "As Figures 8 and 9.",
+    note="The kernels support head size 256; [attention.py](benchmarks/attention.py) does not time it yet.",
+)  # fmt: skip
+
+FIGURE_11 = PaperItem(
+    "Figure 11", "TOPS by length of the text, head size 64, L20",
+    "As Figure 8.",
+    obstacle="an L20 GPU",
+)  # fmt: skip
+
+TABLES_9_10 = PaperItem(
+    "Tables 9 and 10", "Not on the page that we read",
+    "Unknown to us.",
+    note="The text of these tables is needed.",
+)  # fmt: skip
+
+
+def table_11() -> PaperItem:
+    """Quality of whole models."""
+    document = load("attention_accuracy-wikilm-26m")
+    recipe = {form: perplexity(document, form) for form in ("8 bit", "4 bit")}
+    rows = [[f"{form.partition(' ')[0]} bits", *after(r), f"{r['kld']:.5f}"] for form, r in recipe.items()]
+    return PaperItem(
+        "Table 11", "Quality of seven text, image and video models",
+        "Losses are small with 4 bits and negligible with 8. The page that we read has no numbers.",
+        table(("attention of wikilm-26m", "perplexity", "rise", "KLD, nats per token"), rows),
+        ("attention_accuracy-wikilm-26m",),
+        missing="all seven models",
+        note="The only model is wikilm-26m.",
+        obstacle="weights of the seven models",
+    )  # fmt: skip
