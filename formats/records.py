@@ -289,7 +289,7 @@ class QuantizedRecord(Record, frozen=True, kw_only=True):
     """
 
     scheme = "quantized"
-    STREAMS = {"index": "U16", "words": "U16", "low": "U8", "grid": "U8"}
+    STREAMS = {"index": "U16", "words": "U16", "grid": "U8", "low": "U8"}
     feature = QUANTIZED
 
     code_bits: CodeBits

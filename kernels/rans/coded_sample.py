@@ -54,7 +54,8 @@ def coded_weights(kind: Kind, runs: int, device: torch.device) -> tuple[CodedTen
 def _coded_codes(kind: Kind, sample: CodedExponents, device: torch.device) -> tuple[CodedTensor, Bits]:
     """Weights on a grid whose codes are the exponents of a sample, less half; and their patterns.
 
-    Low bits of codes are random. A row ends within every run, and within a lane's 8 weights where kinds have that.
+    Low bits of codes are random. A row ends within every run, and within a lane's 8 weights where kinds have
+    that.
     """
     numel, table = sample.exponents.size, sample.table
     row_weights = 100 if kind.grid & CROSSING_ROWS else 104

@@ -59,7 +59,11 @@ def grid_of(
 
 
 def code_grid(
-    codes: Codes, grid: Grid, dtype: str, device: torch.device | str, table: rans.Table | None = None,
+    codes: Codes,
+    grid: Grid,
+    dtype: str,
+    device: torch.device | str,
+    table: rans.Table | None = None,
     low_bits: int = 0,
 ) -> CodedSample:
     """Code whole numbers of a tensor's shape, on a grid of that shape; `table` is not the best if given."""

@@ -20,7 +20,6 @@ from neuzip.kernels.rans.coded import (
     ROW_WEIGHTS,
     STEP,
     WIDE_PALETTE,
-    WIDTHS,
 )
 from neuzip.kernels.rans.numbers import SCALE, SCALE_BITS
 from neuzip.kernels.rans.triton.ring import joined, next_entry
@@ -180,12 +179,12 @@ def codes_of_run(
 
 @triton.constexpr_function
 def _plane_column(low):
-    return PLANES + WIDTHS.index(low)
+    return PLANES + (2 if low == 8 else 3 if low == 4 else 4 if low == 2 else 5)
 
 
 @triton.constexpr_function
 def _plane_type(low):
-    return {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}[low]
+    return tl.uint64 if low == 8 else tl.uint32 if low == 4 else tl.uint16 if low == 2 else tl.uint8
 
 
 @triton.jit

@@ -119,9 +119,7 @@ def runs_of_codes(
             L,
             COMPILED,
         )
-        c0, c1, c2, c3, c4, c5, c6, c7 = with_low_bits(
-            c0, c1, c2, c3, c4, c5, c6, c7, low_bits, magic, LOW
-        )
+        c0, c1, c2, c3, c4, c5, c6, c7 = with_low_bits(c0, c1, c2, c3, c4, c5, c6, c7, low_bits, magic, LOW)
         _store(
             target + run * (_RUN_WEIGHTS * BITS // 64), c0, c1, c2, c3, c4, c5, c6, c7, scale, factors,
             BITS, M, GRID, COMPILED,
