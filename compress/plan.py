@@ -91,9 +91,9 @@ def rounds_nothing(planned: Iterable[PlannedTensor]) -> bool | None:
 
 
 def coded_streams(planned: Iterable[PlannedTensor]) -> dict[str, list[Sequence[str]]]:
-    """The streams that tensors of one file may get: those of their scheme, or those of a lossless one."""
+    """The streams that tensors of one file may get, for the room that the container's header needs."""
     return {
-        t.tensor.name: [tuple(LosslessRecord.STREAMS), codec_for(t.scheme).streams(t.scheme)]
+        t.tensor.name: codec_for(t.scheme).forms(t.tensor.info, t.scheme)
         for t in planned
         if not t.is_raw and t.alias_of is None
     }

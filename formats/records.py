@@ -58,6 +58,7 @@ FieldBits = Annotated[int, Meta(ge=0, le=63)]
 DigitCount = Annotated[int, Meta(ge=1, le=4)]
 GroupSize = Annotated[int, Meta(ge=1)]
 CodeBits = Annotated[int, Meta(ge=2, le=16)]
+LowBits = Annotated[int, Meta(ge=1, le=8)]
 Figure = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 _HEX = re.compile(r"[0-9a-f]{16}\Z")
@@ -283,19 +284,26 @@ class TernaryRecord(Record, frozen=True, kw_only=True):
 class QuantizedRecord(Record, frozen=True, kw_only=True):
     """Weights that are whole numbers of `code_bits` bits times a step, and factors of rows and columns.
 
-    Without `original` the weights had this form already, and nothing is lost.
+    `low_bits` of a code are stored raw: a power of two, so that no code is in two bytes. Without `original`
+    the weights had this form already, and nothing is lost.
     """
 
     scheme = "quantized"
-    STREAMS = {"table": "U16", "index": "U16", "words": "U16", "grid": "U8"}
+    STREAMS = {"index": "U16", "words": "U16", "grid": "U8", "low": "U8"}
     feature = QUANTIZED
 
     code_bits: CodeBits
+    low_bits: LowBits | None = None
     row_factors: bool | None = None
     column_factors: bool | None = None
     streams: dict[str, Checksum]
     original: Checksum | None = None
     loss: Loss | None = None
+
+    @property
+    def stream_dtypes(self) -> Mapping[str, str]:
+        """Names and dtypes of the streams: codes have low bits only where there are `low_bits`."""
+        return {name: dtype for name, dtype in self.STREAMS.items() if self.low_bits or name != "low"}
 
     @property
     def text(self) -> str:
@@ -313,7 +321,10 @@ class QuantizedRecord(Record, frozen=True, kw_only=True):
         return f"quantized, entropy-coded integers of up to {self.code_bits} bits"
 
     def invalid_field(self) -> str | None:
-        """The loss, where it is missing although something was lost."""
+        """The low bits, where a code cannot have them, or the loss, if it is missing."""
+        low = self.low_bits or 0
+        if low & (low - 1) or self.code_bits - low < 2:
+            return "low_bits"
         return _missing_loss(self)
 
     @classmethod

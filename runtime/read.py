@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
-from neuzip.compress.pieces import Bytes, expect_length, padded
+from neuzip.compress.pieces import Bytes
 from neuzip.compress.schemes import quantized_coding, ternary_coding
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
@@ -132,9 +132,8 @@ def read_grid(source: FolderSource, tensor: SourceTensor, *, verify: bool = True
         )  # fmt: skip
     rows, columns = bool(record.row_factors), bool(record.column_factors)
     try:
-        expected = padded(quantized_coding.grid_length(target.info, rows=rows, columns=columns))
-        expect_length("grid", extent.nbytes, expected)
-        return quantized_coding.parse_grid(stored, target.info, rows=rows, columns=columns)
+        bits = record.code_bits - (record.low_bits or 0)
+        return quantized_coding.parse_grid(stored, target.info, bits, rows=rows, columns=columns)[0]
     except FormatError:
         raise
     except NeuzipError as error:

@@ -388,10 +388,11 @@ def _coded_codes(coding: GridCoding, numel: int, streams: Mapping[str, torch.Ten
     columns = factors[coding.rows : coding.rows + coding.columns].clone() if coding.columns else None
     return CodedTensor(
         fmt=coding.fmt,
-        kept_bits=0,
+        kept_bits=coding.low_bits,
         numel=numel,
         table=coding.table,
         index=streams["index"].view(torch.int16)[: -(-numel // rans.BLOCK)],
         words=streams["words"].view(torch.int16),
+        planes={coding.low_bits: streams["low"]} if coding.low_bits else {},
         grid=CodedGrid(Grid(coding.step, rows, columns), coding.row_weights, coding.code_bits),
     )

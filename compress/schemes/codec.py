@@ -24,7 +24,7 @@ from neuzip.compress.sources.source import SourceTensor, TensorSource
 from neuzip.errors import NeuzipError
 from neuzip.formats import records
 from neuzip.formats.container import Stream
-from neuzip.formats.records import Record
+from neuzip.formats.records import LosslessRecord, Record
 from neuzip.formats.safetensors_file import DTYPE_BITS, TensorInfo
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
@@ -158,10 +158,12 @@ class GridCoding:
     """How a tensor's codes are coded, for a decoder that gets the streams elsewhere. Their lengths agree.
 
     The stream `grid` has the `step`, then a factor byte for each of `rows` and of `columns`: 0 without any.
+    `code_bits` are those of a code that are coded, above the `low_bits`.
     """
 
     fmt: FloatFormat
     code_bits: int
+    low_bits: int
     row_weights: int
     step: float
     rows: int
@@ -207,8 +209,12 @@ class Codec(Generic[RecordT]):
         """Raise NeuzipError if the scheme would destroy the model that some tensors are part of."""
 
     def streams(self, scheme: Scheme) -> tuple[str, ...]:
-        """The streams that a tensor of this scheme gets, for the room that a container's header needs."""
+        """The streams that a tensor of this scheme gets."""
         return tuple(self.record.STREAMS)
+
+    def forms(self, info: TensorInfo, scheme: Scheme) -> list[Sequence[str]]:
+        """The streams of forms that a tensor may get, for which a container's header leaves room."""
+        return [tuple(LosslessRecord.STREAMS), self.streams(scheme)]
 
     def describe(self, record: RecordT, dtype: str) -> str:
         """The scheme of a stored tensor in a few words."""

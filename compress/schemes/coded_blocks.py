@@ -1,4 +1,4 @@
-"""Streams `table`, `index` and `words`, which exponents of floats and codes of quantized tensors share.
+"""Streams `index` and `words`, which exponents of floats and codes of quantized tensors share, and `table`.
 
 A FloatFormat says what is coded, by its name and its number of exponent bits: whole numbers of so many bits.
 """
@@ -27,10 +27,6 @@ LARGEST_TABLE = 2 * (TABLE_HEAD + 256 + 256)
 """Bytes of a table stream of a full palette and all frequencies."""
 
 
-SAVED_SHARE = 256
-"""Codes that pairs may stand for are coded one by one if that saves a 256th of their words."""
-
-
 class Scratch(threading.local):
     """Memory that a thread uses again for every piece: new memory costs more time than the coding does."""
 
@@ -54,45 +50,22 @@ SCRATCH = Scratch()
 """One for each thread."""
 
 
-def block_streams(table: rans.Table, index: Sequence[Words], words: Sequence[Words]) -> dict[str, Stream]:
+def block_streams(index: Sequence[Words], words: Sequence[Words]) -> dict[str, Stream]:
     """The streams of coded blocks, from parts that follow each other."""
-    return {
-        "table": padded_stream([_table_stream(table)]),
-        "index": padded_stream(index),
-        "words": padded_stream(words),
-    }
+    return {"index": padded_stream(index), "words": padded_stream(words)}
 
 
-def code_table(counted: Census) -> rans.Table:
-    """The table for codes of quantized tensors: pairs decode faster, but not where they take more bytes.
+def table_stream(table: rans.Table) -> Stream:
+    """The stream of a table of exponents."""
+    return padded_stream([_table_words(table)])
 
-    They do where the codes of a tensor are just few enough for pairs: many pairs are then rarer than a table
-    can say.
-    """
+
+def expected_block_bytes(counted: Census, numel: int) -> int:
+    """About what the streams of `numel` weights take, of which `counted` are all or a sample."""
     exponents = counted.exponents
     table = rans.build_table(exponents, counted.pairs)
-    if table.group == 1:
-        return table
-    single, numel = rans.build_table(exponents, None), int(exponents.sum())
-    words = rans.expected_words(table, exponents, counted.pairs, numel)
-    saved = words - rans.expected_words(single, exponents, None, numel)
-    return single if saved * SAVED_SHARE > words else table
-
-
-def expected_code_bytes(counted: Census, numel: int) -> int:
-    """About what the streams of `numel` codes take, of which `counted` are all or a sample."""
-    return expected_block_bytes(counted, numel, code_table(counted))
-
-
-def expected_block_bytes(counted: Census, numel: int, table: rans.Table | None = None) -> int:
-    """About what the streams of `numel` weights take, of which `counted` are all or a sample.
-
-    Without a `table` it is the one for exponents.
-    """
-    exponents = counted.exponents
-    table = rans.build_table(exponents, counted.pairs) if table is None else table
     return (
-        padded(_table_stream(table).nbytes)
+        padded(_table_words(table).nbytes)
         + padded(2 * -(-numel // rans.BLOCK))
         + padded(2 * rans.expected_words(table, exponents, counted.pairs, numel))
     )
@@ -102,18 +75,16 @@ class CodedBlocks:
     """The table of one tensor, and where in the stream `words` each of its blocks is.
 
     `length` gives the length of a stream in bytes. Raises NeuzipError when the streams contradict each other,
-    before it takes memory for more than `table` and `index`.
+    before it takes memory for more than `index`.
     """
 
     def __init__(
-        self, read_stream: ReadStream, length: Callable[[str], int], numel: int, fmt: FloatFormat
+        self, read_stream: ReadStream, length: Callable[[str], int], numel: int, table: rans.Table
     ) -> None:
         self._read_stream = read_stream
+        self.table = table
         blocks = -(-numel // rans.BLOCK)
         expect_length("index", length("index"), padded(2 * blocks))
-        if length("table") > padded(LARGEST_TABLE):
-            raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
-        self.table = parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
         counts = read_stream("index", 0, length("index")).view("<u2")[:blocks].astype(np.int64)
         self._starts = np.concatenate([[0], np.cumsum(counts)])
         self.index = counts.astype(np.uint16)
@@ -138,9 +109,17 @@ def naming_block(first: int) -> Iterator[None]:
         raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
 
 
-def _table_stream(table: rans.Table) -> Words:
+def _table_words(table: rans.Table) -> Words:
     head = [table.group, table.palette.size, table.frequencies.size]
     return np.concatenate([np.array(head, np.uint16), table.palette, table.frequencies])
+
+
+def read_table(read_stream: ReadStream, length: Callable[[str], int], fmt: FloatFormat) -> rans.Table:
+    """The table in the stream `table`. Raises NeuzipError when it breaks a rule."""
+    nbytes = length("table")
+    if nbytes > padded(LARGEST_TABLE):
+        raise NeuzipError(f"the stream 'table' has {nbytes} bytes, which are too many")
+    return parse_table(read_stream("table", 0, nbytes).view("<u2"), fmt)
 
 
 def parse_table(words: Words, fmt: FloatFormat) -> rans.Table:

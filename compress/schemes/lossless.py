@@ -67,6 +67,8 @@ from .coded_blocks import (
     block_streams,
     expected_block_bytes,
     naming_block,
+    read_table,
+    table_stream,
 )
 from .raw import RAW, without_coding
 
@@ -148,9 +150,13 @@ def _streams(
     fmt: FloatFormat,
 ) -> dict[str, Stream]:
     """The streams, from parts that follow each other; `planes` are the widest first."""
-    streams = block_streams(table, index, words) | {
-        "sign_mantissa": Stream([p for plane in planes for p in padded_stream(plane).parts]),
-    }
+    streams = (
+        {"table": table_stream(table)}
+        | block_streams(index, words)
+        | {
+            "sign_mantissa": Stream([p for plane in planes for p in padded_stream(plane).parts]),
+        }
+    )
     if not is_worthwhile(sum(s.nbytes for s in streams.values()), numel * fmt.bits // 8):
         raise NotWorthwhile
     return streams
@@ -196,7 +202,7 @@ class LosslessDecoder:
             raise NeuzipError(f"{fmt.name} has no {kept_bits} mantissa bits")
         self.plane_starts, end = plane_starts(1 + kept_bits, numel)
         expect_length("sign_mantissa", length("sign_mantissa"), end)
-        self._blocks = CodedBlocks(read_stream, length, numel, fmt)
+        self._blocks = CodedBlocks(read_stream, length, numel, read_table(read_stream, length, fmt))
 
     @property
     def coding(self) -> FloatCoding:

@@ -6,12 +6,13 @@ tensor is coded or decoded. Codes are coded on the CPU, whatever the device is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from neuzip.compress.pieces import NotWorthwhile, is_worthwhile, padded
+from neuzip.compress.pieces import NotWorthwhile, is_worthwhile
 from neuzip.compress.scheme import Scheme, require_own_keys
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.records import QuantizedRecord
@@ -20,8 +21,8 @@ from neuzip.kernels.dtypes import names_for
 from neuzip.kernels.float_fields import Bits, non_finite
 from neuzip.kernels.float_fields.values import normal_fp32
 
+from .code_tables import code_bits
 from .codec import Codec, Declined, EncodedTensor, GridCoding, StoredTensor, TensorInput, checksums, register
-from .coded_blocks import expected_code_bytes
 from .lossless import CODEC as LOSSLESS_CODEC
 from .lossless import on_gpu
 from .raw import RAW, without_coding
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from neuzip.kernels.grid import Grid
 
     from .quantized_coding import QuantizedDecoder
+
+
+LARGE = 1 << 20
+"""Weights of a tensor from which on the header leaves room for all forms that a tensor may get."""
 
 
 class QuantizedCodec(Codec[QuantizedRecord]):
@@ -69,6 +74,12 @@ class QuantizedCodec(Codec[QuantizedRecord]):
             return RAW, note
         return (scheme if len(info.shape) > 1 else replace(scheme, row_factors=False)), ""
 
+    def forms(self, info: TensorInfo, scheme: Scheme) -> list[Sequence[str]]:
+        """The streams that most tensors get: of a small tensor, room for others would show in the size."""
+        if info.numel >= LARGE:
+            return super().forms(info, scheme)
+        return [[name for name in self.streams(scheme) if name != "low"]]
+
     def predict(self, tensor: TensorInput, scheme: Scheme) -> int:
         """The stored bytes of a tensor, extrapolated from a sample that is rounded with factors of 1."""
         from . import quantized_coding as coding  # loads torch
@@ -77,10 +88,10 @@ class QuantizedCodec(Codec[QuantizedRecord]):
         codes = _sample_codes(tensor.sample, tensor, scheme)
         if codes is None:
             return exact
-        bits = coding.code_bits(int(codes.min()), int(codes.max()))
+        bits = code_bits(int(codes.min()), int(codes.max()))
         counted = coding.count(coding.shifted(codes, bits), bits)
-        grid = coding.grid_length(tensor.info, rows=scheme.row_factors, columns=scheme.column_factors)
-        return min(exact, expected_code_bytes(counted, tensor.numel) + padded(grid))
+        rows, columns = scheme.row_factors, scheme.column_factors
+        return min(exact, coding.expected_bytes(counted, tensor.info, rows=rows, columns=columns))
 
     def encode(self, tensor: TensorInput, scheme: Scheme) -> EncodedTensor:
         """Record and streams. Raises Declined for weights without codes, or that take no less."""
@@ -99,15 +110,17 @@ class QuantizedCodec(Codec[QuantizedRecord]):
             raise Declined("holds infinities or NaNs: kept lossless") from error
         except OutOfRange as error:
             raise Declined(f"{error.message}: kept lossless") from error
-        streams = quantized.streams(tensor.parallel)
+        how = quantized.coding(tensor.parallel)
+        streams = quantized.streams(how, tensor.parallel)
         nbytes = sum(stream.nbytes for stream in streams.values())
         exact = LOSSLESS_CODEC.predict_exact(tensor)
         if nbytes >= exact or not is_worthwhile(nbytes, tensor.info.nbytes):
             raise Declined("takes no less as codes: kept lossless")
         is_lossy = quantized.restored != quantized.original
         record = QuantizedRecord(
-            quantized.restored, code_bits=quantized.bits, row_factors=grid.rows is not None or None,
-            column_factors=grid.columns is not None or None, streams=checksums(streams),
+            quantized.restored, code_bits=quantized.bits, low_bits=how.low_bits or None,
+            row_factors=grid.rows is not None or None, column_factors=grid.columns is not None or None,
+            streams=checksums(streams),
             original=quantized.original if is_lossy else None, loss=quantized.loss if is_lossy else None,
         )  # fmt: skip
         return EncodedTensor(record, streams)
@@ -123,7 +136,7 @@ class QuantizedCodec(Codec[QuantizedRecord]):
         record = stored.record
         return QuantizedDecoder(
             stored.read_stream, stored.length, stored.info, stored.fmt, record.code_bits,
-            rows=bool(record.row_factors), columns=bool(record.column_factors),
+            record.low_bits or 0, rows=bool(record.row_factors), columns=bool(record.column_factors),
             on_gpu=on_gpu(stored) if stored.info.dtype in names_for("ans") else None,
         )  # fmt: skip
 
@@ -136,8 +149,9 @@ class QuantizedCodec(Codec[QuantizedRecord]):
         decoder = self.decoder(stored)
         grid = decoder.grid
         rows, columns = (0 if factors is None else factors.numel() for factors in (grid.rows, grid.columns))
+        low = stored.record.low_bits or 0
         return GridCoding(
-            stored.fmt, stored.record.code_bits, columns_of(stored.info), grid.step, rows, columns,
+            stored.fmt, stored.record.code_bits - low, low, columns_of(stored.info), grid.step, rows, columns,
             decoder.blocks.table,
         )  # fmt: skip
 

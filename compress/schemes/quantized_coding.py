@@ -1,7 +1,8 @@
 """Codes of quantized weights to streams and back, and weights to codes and back.
 
-    table, index, words   the codes, plus half of what E bits can count, coded as exponents of E bits are
-    grid                  the step as fp32, then a factor byte a row, then a factor byte a column
+    index, words  the codes, plus half of what E bits can count, without low bits: coded as exponents are
+    low           low bits of codes that spread widely: a plane
+    grid          the step as fp32, then a factor byte a row, then a factor byte a column, then the table
 
 Both directions work in pieces of a few million weights, on the CPU. This module loads torch.
 """
@@ -24,29 +25,36 @@ from neuzip.formats.records import Loss
 from neuzip.formats.safetensors_file import TensorInfo
 from neuzip.kernels import rans
 from neuzip.kernels.dtypes import pattern_dtypes, torch_dtype
-from neuzip.kernels.float_fields import Bits, Census, FloatFormat, cpu, non_finite
+from neuzip.kernels.float_fields import (
+    Bits,
+    Census,
+    FloatFormat,
+    cpu,
+    non_finite,
+    pack_low_bits,
+    plane_bytes,
+    unpack_fields,
+)
 from neuzip.kernels.float_fields.values import largest_value, to_float64
 from neuzip.kernels.grid import Grid, OutOfRange, Spread
 from neuzip.kernels.rans.coded import CodedGrid
 
-from .coded_blocks import SCRATCH, CodedBlocks, block_streams, code_table, naming_block
+from .code_tables import (
+    HEAD,
+    LARGEST_CODE_TABLE,
+    CodeCoding,
+    CodeTable,
+    choose_coding,
+    code_bits,
+    parse_code_table,
+    stored_bytes,
+)
+from .coded_blocks import SCRATCH, CodedBlocks, block_streams, naming_block
 from .lossless import OnGpu
 from .truncated import WIDENED, ErrorSums, NonFinite
 
-LEAST_BITS, MOST_BITS = 2, 16
-"""Bits of a code."""
-
 STEP_BYTES = 4
 """Bytes of the step, at the beginning of the stream `grid`."""
-
-
-def code_bits(low: int, high: int) -> int:
-    """The bits of codes from `low` to `high`: the least that hold them all.
-
-    >>> code_bits(-2, 1), code_bits(0, 2), code_bits(-(1 << 15), 0)
-    (2, 3, 16)
-    """
-    return max(LEAST_BITS, max(high, -1 - low).bit_length() + 1)
 
 
 def code_format(bits: int) -> FloatFormat:
@@ -84,22 +92,31 @@ class QuantizedCodes:
         """The bits of a code."""
         return code_bits(int(self.codes.min()), int(self.codes.max()))
 
-    def streams(self, parallel: Map) -> dict[str, Stream]:
-        """The streams of codes and grid."""
+    def coding(self, parallel: Map) -> CodeCoding:
+        """How the codes are coded."""
         bits, codes = self.bits, self.codes
         parts = parallel(lambda piece: count(shifted(codes[slice(*piece)], bits), bits), pieces(codes.size))
         counted = next(parts)
         for part in parts:
             counted += part
-        table = code_table(counted)
+        return choose_coding(counted, codes.size)
 
-        def code(piece: tuple[int, int]) -> rans.RansEncoded:
-            symbols = shifted(codes[slice(*piece)], bits)
-            return rans.encode(symbols, table, SCRATCH.words_for(symbols.size, table.group))
+    def streams(self, coding: CodeCoding, parallel: Map) -> dict[str, Stream]:
+        """The streams of codes and grid."""
+        bits, codes, low = self.bits, self.codes, coding.low_bits
+        table, upper = coding.stored.table, code_format(bits - low)
+
+        def code(piece: tuple[int, int]) -> tuple[rans.RansEncoded, npt.NDArray[np.uint8]]:
+            whole = shifted(codes[slice(*piece)], bits)
+            symbols = (whole >> whole.dtype.type(low)).astype(upper.exponent_dtype, copy=False)
+            encoded = rans.encode(symbols, table, SCRATCH.words_for(symbols.size, table.group))
+            return encoded, pack_low_bits(whole, low) if low else np.empty(0, np.uint8)
 
         coded = list(parallel(code, pieces(codes.size)))
-        streams = block_streams(table, [part.index for part in coded], [part.words for part in coded])
-        return {**streams, "grid": padded_stream([grid_bytes(self.grid)])}
+        streams = block_streams([part.index for part, _ in coded], [part.words for part, _ in coded])
+        if low:
+            streams["low"] = padded_stream([plane for _, plane in coded])
+        return {**streams, "grid": padded_stream([grid_bytes(self.grid, coding.stored)])}
 
 
 def quantize(
@@ -173,35 +190,53 @@ def require_finite_values(grid: Grid, bits: int, fmt: FloatFormat) -> None:
         )
 
 
-def grid_bytes(grid: Grid) -> npt.NDArray[np.uint8]:
+def grid_bytes(grid: Grid, table: CodeTable) -> npt.NDArray[np.uint8]:
     """The stream `grid`, without its padding."""
     step = np.array([grid.step], "<f4").view(np.uint8)
-    return np.concatenate([step, *(t.cpu().numpy() for t in (grid.rows, grid.columns) if t is not None)])
+    factors = [t.cpu().numpy() for t in (grid.rows, grid.columns) if t is not None]
+    return np.concatenate([step, *factors, table.stored])
 
 
 def grid_length(info: TensorInfo, *, rows: bool, columns: bool) -> int:
-    """Bytes of the stream `grid`, without its padding."""
+    """Bytes of the stream `grid` before the table: of the step and the factors."""
     width = columns_of(info)
     return STEP_BYTES + (info.numel // width if rows else 0) + (width if columns else 0)
 
 
-def parse_grid(data: npt.NDArray[np.uint8], info: TensorInfo, *, rows: bool, columns: bool) -> Grid:
-    """The grid of a stream of `grid_length`, or more with its padding. Raises NeuzipError for its step."""
+def expected_bytes(counted: Census, info: TensorInfo, *, rows: bool, columns: bool) -> int:
+    """About the bytes of all streams of a tensor, of whose shifted codes `counted` are all or a sample."""
+    coding = choose_coding(counted, info.numel)
+    return coding.nbytes + padded(grid_length(info, rows=rows, columns=columns))
+
+
+def parse_grid(
+    data: npt.NDArray[np.uint8], info: TensorInfo, bits: int, *, rows: bool, columns: bool
+) -> tuple[Grid, CodeTable]:
+    """The grid and the table in a stream `grid`; `bits` are those of a code without its low bits.
+
+    Raises NeuzipError for its length, its step and its table.
+    """
+    start = grid_length(info, rows=rows, columns=columns)
+    if data.size < padded(start + HEAD):
+        raise NeuzipError(f"the stream 'grid' has {data.size} bytes, which are too few for a table")
+    expect_length("grid", data.size, padded(start + stored_bytes(data[start : start + HEAD])))
     step = float(data[:STEP_BYTES].view("<f4")[0])
     end = STEP_BYTES + (info.numel // columns_of(info) if rows else 0)
     of_rows = torch.from_numpy(data[STEP_BYTES:end].copy()) if rows else None
-    of_columns = torch.from_numpy(data[end : end + columns_of(info)].copy()) if columns else None
+    of_columns = torch.from_numpy(data[end:start].copy()) if columns else None
     try:
-        return Grid(step, of_rows, of_columns)
+        grid = Grid(step, of_rows, of_columns)
     except NeuzipError as error:
         raise NeuzipError(f"the stream 'grid': {error.message}") from error
+    return grid, parse_code_table(data[start:], bits)
 
 
 class QuantizedDecoder:
     """Decodes ranges of one quantized tensor.
 
-    `length` gives the length of a stream in bytes. With `on_gpu` values are decoded there. Raises NeuzipError
-    when the streams contradict each other, before it takes memory for more than `table`, `index` and `grid`.
+    `length` gives the length of a stream in bytes. With `on_gpu` values are decoded there. `low_bits` of the
+    `bits` of a code are stored raw. Raises NeuzipError when the streams contradict each other, before it
+    takes memory for more than `index` and `grid`.
     """
 
     def __init__(
@@ -211,16 +246,22 @@ class QuantizedDecoder:
         info: TensorInfo,
         fmt: FloatFormat,
         bits: int,
+        low_bits: int,
         *,
         rows: bool,
         columns: bool,
         on_gpu: OnGpu | None = None,
     ) -> None:
         self._info, self._bits, self._fmt, self._on_gpu = info, bits, fmt, on_gpu
-        nbytes = grid_length(info, rows=rows, columns=columns)
-        expect_length("grid", length("grid"), padded(nbytes))
-        self.blocks = CodedBlocks(read_stream, length, info.numel, code_format(bits))
-        self.grid = parse_grid(read_stream("grid", 0, nbytes), info, rows=rows, columns=columns)
+        self._low, self._read_stream = low_bits, read_stream
+        most = padded(grid_length(info, rows=rows, columns=columns) + LARGEST_CODE_TABLE)
+        if length("grid") > most:
+            raise NeuzipError(f"the stream 'grid' has {length('grid')} bytes, which are too many")
+        if low_bits:
+            expect_length("low", length("low"), padded(plane_bytes(low_bits, info.numel)))
+        stored = read_stream("grid", 0, length("grid"))
+        self.grid, table = parse_grid(stored, info, bits - low_bits, rows=rows, columns=columns)
+        self.blocks = CodedBlocks(read_stream, length, info.numel, table.table)
         try:
             require_finite_values(self.grid, bits, fmt)
         except OutOfRange as error:
@@ -236,9 +277,20 @@ class QuantizedDecoder:
         begin, end = first * rans.BLOCK, min(last * rans.BLOCK, self._info.numel)
         words, index = self.blocks.words_of(first, last)
         with naming_block(first):
-            symbols = rans.decode(words, index, self.blocks.table, end - begin, self._bits)
-        wide = np.asarray(symbols[start - begin : stop - begin], np.uint16)
+            symbols = rans.decode(words, index, self.blocks.table, end - begin, self._bits - self._low)
+        wide = np.asarray(symbols, np.uint16)
+        if self._low:
+            plane = self._read_stream("low", *self._low_extent(begin, end))
+            wide = wide << np.uint16(self._low) | unpack_fields(
+                {self._low: plane}, end - begin, self._low - 1
+            )
+        wide = wide[start - begin : stop - begin]
         return np.asarray((wide - np.uint16(1 << (self._bits - 1))).view(np.int16))  # modulo 2^16
+
+    def _low_extent(self, begin: int, end: int) -> tuple[int, int]:
+        """The bytes of `low` that the codes of weights `begin` to `end` take, from a whole block on."""
+        start = begin * self._low // 8
+        return start, start + plane_bytes(self._low, end - begin)
 
     def read(self, start: int, stop: int) -> Bits:
         """The bit patterns of weights `start` to `stop`."""
@@ -256,10 +308,12 @@ class QuantizedDecoder:
     def _read_on(self, on: OnGpu, start: int, stop: int) -> Bits:
         first, last = start // rans.BLOCK, -(-stop // rans.BLOCK)
         begin, end = first * rans.BLOCK, min(last * rans.BLOCK, self._info.numel)
+        ranges: dict[str | int, tuple[str, int, int]] = {"words": ("words", *self.blocks.extent(first, last))}
+        if self._low:
+            ranges[self._low] = ("low", *self._low_extent(begin, end))
         decoded = on.gpu.decode(
-            self._fmt, 0, self.blocks.table, self.blocks.index[first:last], end - begin,
-            {"words": ("words", *self.blocks.extent(first, last))}, on.fill,
-            grid=CodedGrid(self.grid, columns_of(self._info), self._bits, begin),
+            self._fmt, self._low, self.blocks.table, self.blocks.index[first:last], end - begin, ranges,
+            on.fill, grid=CodedGrid(self.grid, columns_of(self._info), self._bits - self._low, begin),
         )  # fmt: skip
         if decoded is None:  # the GPU does not say where; the CPU does
             self._read_here(begin, end)

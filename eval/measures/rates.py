@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neuzip.compress.schemes.code_tables import choose_coding, code_bits
 from neuzip.compress.schemes.codec import TensorInput
-from neuzip.compress.schemes.coded_blocks import expected_code_bytes
 from neuzip.compress.schemes.raw import without_coding
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
@@ -53,9 +53,6 @@ GRID_BYTES = 16
 
 RECORD_BYTES = 100
 """Bytes of the record of a quantized tensor beyond those of a lossless one: code bits, checksum, loss."""
-
-PAIRS = 1 << 30
-"""Pairs of codes that stand for a whole tensor when the table of an entropy coder is predicted."""
 
 
 @dataclass(frozen=True)
@@ -193,15 +190,9 @@ class WeightSample:
 
     def _coded_bytes(self, codes: npt.NDArray[np.int64]) -> int:
         """About the bytes of the streams of all codes, as if neighbours were independent."""
-        counts = np.bincount(codes - codes.min(), self.counts).astype(np.int64)
-        if counts.size > 256:
-            census = Census(None, counts, 0)
-        else:
-            shares = counts / counts.sum()
-            pairs = np.zeros((256, 256), np.int64)
-            pairs[: counts.size, : counts.size] = np.rint(np.outer(shares, shares) * PAIRS)
-            census = Census(pairs.reshape(-1), np.zeros(256, np.int64), 0)
-        return expected_code_bytes(census, self.numel) + GRID_BYTES + RECORD_BYTES
+        bits = code_bits(int(codes.min()), int(codes.max()))
+        counts = np.bincount(codes + (1 << (bits - 1)), self.counts, 1 << bits).astype(np.int64)
+        return choose_coding(Census(None, counts, 0), self.numel).nbytes + GRID_BYTES + RECORD_BYTES
 
 
 def rounded(numbers: npt.NDArray[np.float64], fmt: FloatFormat) -> npt.NDArray[np.float64]:

@@ -30,7 +30,7 @@ from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.reach import FixedBytes, before_lossless, out_of_reach
 from neuzip.eval.plans.search import search_budget
 from neuzip.eval.plans.sensitivity import Sensitivity
-from neuzip.eval.plans.target_values import value_of
+from neuzip.eval.plans.target_values import sought_value, value_of
 from neuzip.eval.plans.tensor_groups import rules_of
 from neuzip.formats.checkpoint import file_checksum, find_checkpoint
 
@@ -201,7 +201,7 @@ class Planner:
         trial = self._try(allocation)
         if trial.comparison is None:  # predictions are not finite
             return Estimate(math.inf, None), trial
-        return value_of(self.request.target.kind, trial.comparison), trial
+        return sought_value(self.request.target.kind, trial.comparison), trial
 
     def _try(self, allocation: Allocation, *, compare: bool = True) -> Trial:
         """Compress with an allocation's rules, and compare the result with the original."""

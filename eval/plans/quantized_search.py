@@ -29,7 +29,7 @@ from neuzip.eval.plans.plan_trials import SearchResult, Trial
 from neuzip.eval.plans.quantized_matrices import FINEST, QuantizedMatrices, step_within
 from neuzip.eval.plans.reach import UNCERTAIN, OutOfReach, out_of_reach
 from neuzip.eval.plans.search import search_budget
-from neuzip.eval.plans.target_values import value_of
+from neuzip.eval.plans.target_values import sought_value
 from neuzip.eval.plans.trial_model import MeasuredWeights, TrialModel
 from neuzip.eval.quantize.quantizer import Quantizer
 from neuzip.kernels.grid import Grid
@@ -255,7 +255,7 @@ class QuantizedPlanner:
         label = f"trial {self._attempts}: compare"
         with suppress(NotFinite), self._stage(label, self._baseline.tokens, "tokens") as advance:
             comparison = self._baseline.compare(model.headed, advance)
-            estimate = value_of(self._request.target.kind, comparison)
+            estimate = sought_value(self._request.target.kind, comparison)
         trial = Trial(self._divergence(step), self._expected(step), comparison, step)
         measured = None if comparison is None else MeasuredWeights(checksums, comparison)
         return estimate, _Tried(trial, codes.grids, measured)

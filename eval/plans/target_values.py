@@ -171,6 +171,18 @@ def size_in_bytes(text: str) -> int | None:
     return None if match is None or match[2] not in UNITS else math.floor(float(match[1]) * UNITS[match[2]])
 
 
+MARGIN = 2.0
+"""Standard errors that a search leaves between a divergence and its limit, so that it holds on other texts."""
+
+
+def sought_value(kind: Kind, comparison: Comparison) -> Estimate:
+    """The value that a search keeps within the limit: `value_of`, and of a divergence also its margin."""
+    value = value_of(kind, comparison)
+    if kind != "max-kld":
+        return value
+    return replace(value, value=value.value + MARGIN * (comparison.kld.mean.standard_error or 0.0))
+
+
 def value_of(kind: Kind, comparison: Comparison) -> Estimate:
     """The value of a comparison for a target of quality, in nats a token.
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from neuzip.compress.pieces import padded
 from neuzip.compress.prepared import Codes
+from neuzip.compress.schemes.code_tables import code_bits
 from neuzip.compress.schemes.codec import TensorInput
-from neuzip.compress.schemes.coded_blocks import expected_code_bytes
-from neuzip.compress.schemes.quantized_coding import code_bits, count, grid_length, shifted, spread_of
+from neuzip.compress.schemes.quantized_coding import count, expected_bytes, shifted, spread_of
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
@@ -93,8 +92,8 @@ class CalibratedTensor:
         sampled = (self.sample / max(step, self.least / self.relative_step)).round_()
         codes = sampled.clamp_(MIN_CODE, MAX_CODE).to(torch.int16).numpy()
         bits = code_bits(int(codes.min()), int(codes.max()))
-        grid = grid_length(info, rows=self.rows is not None, columns=False)
-        return expected_code_bytes(count(shifted(codes, bits), bits), info.numel) + padded(grid)
+        counted = count(shifted(codes, bits), bits)
+        return expected_bytes(counted, info, rows=self.rows is not None, columns=False)
 
 
 @dataclass(frozen=True, eq=False)

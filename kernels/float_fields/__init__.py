@@ -191,6 +191,15 @@ def unpack_fields(planes: Planes, numel: int, kept_bits: int) -> Bits:
     return fields
 
 
+def pack_low_bits(numbers: Bits, width: int) -> npt.NDArray[np.uint8]:
+    """The plane of the `width` lowest bits of numbers: 1, 2, 4 or 8."""
+    if width == 8:
+        return numbers.astype(np.uint8)
+    plane = np.empty(plane_bytes(width, numbers.size), np.uint8)
+    cpu.pack_plane(numbers, 0, width, plane)
+    return plane
+
+
 def round_mantissa(bits: Bits, fmt: FloatFormat, kept_bits: int) -> Bits:
     """Round to `kept_bits` mantissa bits: to nearest, ties to even, into the exponent, never to infinity.
 

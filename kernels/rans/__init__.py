@@ -46,7 +46,7 @@ from .numbers import BLOCK, ESCAPE_BITS, HEADER_WORDS, LANES, LEFT_BITS, RAW_STE
 
 __all__ = [
     "BLOCK", "CorruptStream", "RansEncoded", "Table",
-    "build_table", "decode", "decode_floats", "encode", "expected_words", "max_words",
+    "build_table", "decode", "decode_floats", "encode", "expected_words", "max_words", "words_of_symbols",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -104,15 +104,25 @@ def expected_words(table: Table, exponents: Ints, pairs: Ints | None, numel: int
     `exponents` and `pairs` are what `build_table` made the table of; they may count a sample.
     """
     symbols = np.flatnonzero(table.frequencies)
+    counts = np.zeros(256)
     if table.group == 1:
         symbols = symbols[symbols < table.palette.size]
-        counts = exponents[table.palette[symbols]]
+        counts[symbols] = exponents[table.palette[symbols]]
     else:
         assert pairs is not None
         symbols = symbols[np.maximum(symbols & 15, symbols >> 4) < table.palette.size]
-        counts = pairs[table.exponents[symbols]]
-    total = int(exponents.sum())
-    escapes = max(0.0, total / table.group - int(counts.sum()))
+        counts[symbols] = pairs[table.exponents[symbols]]
+    return words_of_symbols(table, counts, int(exponents.sum()), numel)
+
+
+def words_of_symbols(table: Table, counts: npt.NDArray[np.float64], total: int, numel: int) -> int:
+    """About how many words `encode` writes for `numel` exponents, of which `total` were counted.
+
+    counts: how often each of 256 symbols occurs among those. What no symbol stands for is an escape.
+    """
+    symbols = np.flatnonzero(table.frequencies)
+    counts = counts[symbols]
+    escapes = max(0.0, total / table.group - float(counts.sum()))
     bits = float((counts * np.log2(SCALE / table.frequencies[symbols])).sum()) + ESCAPE_BITS * escapes
     filler = np.log2(SCALE / int(table.frequencies.max())) / table.group
     words = 0.0

@@ -33,6 +33,9 @@ TOGETHER = 8
 GRID_FORMATS = names_for("ans")
 """Formats of weights on a grid that the decoder writes, by their names in safetensors."""
 
+LOW_BITS = (0, 1, 2, 4, 8)
+"""Bits of a code that may be raw: no code has some of them in the next byte."""
+
 # What a launch for weights on a grid is compiled for, as bits of a number, which is 0 for floats.
 ON_GRID, COLUMN_FACTORS, CROSSING_ROWS, WIDE_PALETTE = 1, 2, 4, 8
 
@@ -43,9 +46,10 @@ MAX_ROW = (1 << 31) - 2 * BLOCK
 class Kind(NamedTuple):
     """What a launch is compiled for.
 
-    kept_bits: mantissa bits, 0 on a grid. block_size: 0 without a normaliser. grid: 0 for floats, or ON_GRID
-    with COLUMN_FACTORS; CROSSING_ROWS where a lane's 8 weights may be in several rows; and WIDE_PALETTE where
-    the codes of a table are not within 256 in a row (groups of 1), or do not follow each other (of 2).
+    kept_bits: mantissa bits, on a grid the low bits of codes. block_size: 0 without a normaliser. grid: 0 for
+    floats, or ON_GRID with COLUMN_FACTORS; CROSSING_ROWS where a lane's 8 weights may be in several rows; and
+    WIDE_PALETTE where the codes of a table are not within 256 in a row (groups of 1), or do not follow each
+    other (of 2).
     """
 
     fmt: FloatFormat
@@ -78,8 +82,8 @@ POSITIONS = (WORDS_END, NORMALISER, ROW_FACTORS, COLUMN_FACTORS_AT, *range(PLANE
 class CodedGrid:
     """What codes of a tensor stand for: weights of rows of `row_weights`, the tensor's last dimension.
 
-    `grid` has its factor bytes on the device. A code has `code_bits` bits. `begin`: weights of the tensor
-    before those that are coded, a multiple of BLOCK.
+    `grid` has its factor bytes on the device. A code has `code_bits` bits, low bits not counted. `begin`:
+    weights of the tensor before those that are coded, a multiple of BLOCK.
     """
 
     grid: Grid
@@ -151,7 +155,8 @@ class CodedTensor:
 
     `index` and `words` are int16 with the bits of uint16; `words` is filled up to a multiple of 16 bytes at
     most. `planes` are uint8, by width, aligned to 16 bytes and filled up to a multiple of 16. `normaliser` is
-    uint8, one a block of `block_size` weights. Weights on a grid have a `grid`, no planes, and 0 kept bits.
+    uint8, one a block of `block_size` weights. Weights on a grid have a `grid`, and in place of kept bits the
+    low bits of codes, which are raw in a plane: 0, 1, 2, 4 or 8.
     """
 
     fmt: FloatFormat
@@ -168,13 +173,15 @@ class CodedTensor:
     def __post_init__(self) -> None:
         if self.index.numel() != -(-self.numel // BLOCK):
             raise CorruptStream(f"the index has {self.index.numel()} entries for {self.numel} weights")
-        if not 0 <= self.kept_bits <= self.fmt.mantissa_bits:
+        if self.grid is None and not 0 <= self.kept_bits <= self.fmt.mantissa_bits:
             raise CorruptStream(f"{self.fmt.name} has no {self.kept_bits} mantissa bits")
         if self.index.dtype != torch.int16 or self.words.dtype != torch.int16:
             raise CorruptStream("index and words are int16")
         if self.grid is not None:
-            if self.fmt.name not in GRID_FORMATS or self.planes or self.normaliser is not None:
-                raise CorruptStream(f"weights of {self.fmt.name} on a grid, with planes or a normaliser")
+            if self.fmt.name not in GRID_FORMATS or self.normaliser is not None:
+                raise CorruptStream(f"weights of {self.fmt.name} on a grid, or with a normaliser")
+            if self.kept_bits not in LOW_BITS or self.planes.keys() != set(self.widths):
+                raise CorruptStream(f"codes with {self.kept_bits} low bits in planes {sorted(self.planes)}")
             self.grid.require_factors(self.numel)
         for width in self.widths:
             needed = -(-plane_bytes(width, self.numel) // ALIGNMENT) * ALIGNMENT
@@ -196,7 +203,9 @@ class CodedTensor:
     @property
     def widths(self) -> tuple[int, ...]:
         """Widths of the planes."""
-        return () if self.grid is not None else plane_widths(1 + self.kept_bits)
+        if self.grid is not None:
+            return (self.kept_bits,) if self.kept_bits else ()
+        return plane_widths(1 + self.kept_bits)
 
 
 def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:

@@ -54,7 +54,8 @@ def coded_weights(kind: Kind, runs: int, device: torch.device) -> tuple[CodedTen
 def _coded_codes(kind: Kind, sample: CodedExponents, device: torch.device) -> tuple[CodedTensor, Bits]:
     """Weights on a grid whose codes are the exponents of a sample, less half; and their patterns.
 
-    A row ends within every run, and within a lane's 8 weights where kinds have that.
+    Low bits of codes are random. A row ends within every run, and within a lane's 8 weights where kinds have
+    that.
     """
     numel, table = sample.exponents.size, sample.table
     row_weights = 100 if kind.grid & CROSSING_ROWS else 104
@@ -69,12 +70,15 @@ def _coded_codes(kind: Kind, sample: CodedExponents, device: torch.device) -> tu
         for n in (-(-numel // row_weights), row_weights)
     )
     own = Grid(0.03, rows, columns if kind.grid & COLUMN_FACTORS else None)
+    low = kind.kept_bits
+    fields = np.random.default_rng(0).integers(0, 1 << low, numel, np.uint64)
+    planes = {low: _on(_plane(fields, low), device)} if low else {}
     coded = CodedTensor(
-        kind.fmt, 0, numel, table, *_index_and_words(sample.words, device),
+        kind.fmt, low, numel, table, *_index_and_words(sample.words, device), planes,
         grid=CodedGrid(own.to(device), row_weights, 10),
     )  # fmt: skip
     assert coded.kind == kind
-    codes = torch.from_numpy(u.astype(np.int32) - (1 << 9))
+    codes = torch.from_numpy((u.astype(np.int32) - (1 << 9) << low) + fields.astype(np.int32))
     padded = torch.cat([codes, codes.new_zeros(rows.numel() * row_weights - numel)]).view(-1, row_weights)
     values = own.values(padded, torch_dtypes()[kind.fmt.name]).flatten()[:numel]
     return coded, values.view(PATTERNS[kind.fmt.bits]).numpy().view(kind.fmt.dtype)

@@ -122,9 +122,9 @@ def choose_table(exponents: Ints, among: Callable[[Ints], Ints] | None) -> Table
         if (total - inside) << OUTSIDE_BITS <= total:
             counts = np.zeros((16, 16), np.int64)
             counts[: palette.size, : palette.size] = among(palette)
-            return _table(2, palette, counts.reshape(-1))
+            return quantised_table(2, palette, counts.reshape(-1))
     palette = _most_frequent(exponents, PALETTE[1])
-    return _table(1, palette, exponents[palette])
+    return quantised_table(1, palette, exponents[palette])
 
 
 def _most_frequent(exponents: Ints, limit: int) -> Ints:
@@ -133,7 +133,8 @@ def _most_frequent(exponents: Ints, limit: int) -> Ints:
     return np.sort(order[exponents[order] > 0]).astype(np.int64)
 
 
-def _table(group: int, palette: Ints, counts: Ints) -> Table:
+def quantised_table(group: int, palette: Ints, counts: Ints) -> Table:
+    """The table of a palette with the frequencies that follow from how often each symbol occurs."""
     every = np.zeros(256, np.int64)
     every[: counts.size] = counts
     frequencies = cpu.quantise(every)

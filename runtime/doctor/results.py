@@ -36,6 +36,7 @@ DECODED = (
     Kind(FORMATS["BF16"], 7, 2, 0),
     Kind(FORMATS["F16"], 10, 1, 0),
     Kind(FORMATS["BF16"], 0, 1, 0, ON_GRID | COLUMN_FACTORS),
+    Kind(FORMATS["BF16"], 4, 2, 0, ON_GRID),
 )
 """Kinds of coded weights that the decoder is tried with."""
 
@@ -77,6 +78,7 @@ def gpu_findings(place: torch.device, note: Note) -> Iterator[Finding]:
     for kind in DECODED:
         for blocks in (1, 0):
             name = f"{'quantized' if kind.grid else 'rANS'} decoder, {kind.fmt.name}, "
+            name += "low bits, " if kind.grid and kind.kept_bits else ""
             name += f"{'a whole' if blocks else 'a short'} block"
             yield compared(where, name, same, partial(_decodes, kind, blocks, place), note)
     packed = cache(partial(_packed, place))

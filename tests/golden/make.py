@@ -281,6 +281,8 @@ def quantized() -> Input:
     """Steps alone and with factors, codes of few and of many bits, what loses nothing, and an alias."""
     tensors = {name: normal(name, 5022, seed="quantized")._replace(shape=[54, 93]) for name in FIELDS}
     whole = uniform("on the grid", 4000, 0, 12).astype(np.float32) - np.float32(6)
+    far = uniform("escapes", 4000, 0, 40).astype(np.float32) / np.float32(20)
+    far[1234] = 40
     exact = Tensor("F32", [40, 100], (whole / 4).astype("<f4").tobytes())
     return Input(
         tensors
@@ -288,7 +290,8 @@ def quantized() -> Input:
             "rows": normal("BF16", 3 * 6001, seed="rows")._replace(shape=[3, 6001]),
             "columns": normal("F16", 6000, seed="columns")._replace(shape=[20, 3, 100]),
             "both": normal("BF16", 5022, seed="both")._replace(shape=[54, 93]),
-            "escapes": normal("F32", 4000, seed="escapes"),
+            "low bits": normal("F32", 4000, seed="escapes"),
+            "escapes": Tensor("F32", [4000], far.astype("<f4").tobytes()),
             "on the grid": exact,
             "tied": tensors["BF16"],
         },
@@ -298,7 +301,7 @@ def quantized() -> Input:
             Rule("rows", Scheme("quantized", step=0.1, row_factors=True)),
             Rule("columns", Scheme("quantized", step=0.02, column_factors=True)),
             Rule("both", Scheme("quantized", step=0.07, row_factors=True, column_factors=True)),
-            Rule("escapes", Scheme("quantized", step=0.006)),
+            Rule("low bits", Scheme("quantized", step=0.006)),
             Rule("on the grid", Scheme("quantized", step=0.25)),
             Rule("*", Scheme("quantized", step=0.05)),
         ),

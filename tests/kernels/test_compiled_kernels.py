@@ -152,6 +152,8 @@ for kind, calls in (
     (Kind(FORMATS["BF16"], 7, 2, 0), ((1, 0), (1, 1), (8, 1000))),
     (Kind(FORMATS["F32"], 23, 1, 64), ((8, 1000),)),
     (Kind(FORMATS["BF16"], 0, 1, 0, 3), ((1, 1000),)),  # on a grid, with column factors
+    (Kind(FORMATS["BF16"], 4, 2, 0, 1), ((1, 1000),)),  # with low bits
+    (Kind(FORMATS["BF16"], 8, 1, 0, 3), ((1, 1000),)),
     (Kind(FORMATS["F32"], 0, 2, 0, 15), ((1, 0),)),  # and rows that cross runs, and look-ups
 ):
     for parts, blocks in calls:

@@ -128,6 +128,25 @@ def test_palettes(choice: list[int], group: int, wide: bool) -> None:
     check(one)
 
 
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("low", [1, 2, 4, 8])
+def test_low_bits_beside_the_coded_ones(low: int, columns: bool) -> None:
+    """Full blocks and a shorter one, with escapes, whose low bits are raw as well."""
+    for deviation, width in ((1.3, 904), (5.0, 33)):
+        codes = gaussian_codes(37 * width, deviation * 2**low)
+        upper = codes >> low
+        code_bits = bits_of(upper) + 1
+        table = table_of(upper + (1 << (code_bits - 1)), code_bits)
+        half = 1 << (code_bits + low - 1)
+        codes[[3, 700, -1]] = half - 1, -half, half - 2
+        assert bits_of(codes >> low) == code_bits
+        grid = grid_of((37, width), 0.0173, True, columns, DEVICE)
+        one = code_grid(codes.reshape(37, width), grid, "BF16", DEVICE, table, low)
+        assert one.coded.kept_bits == low and one.coded.table.group == (2 if deviation < 3 else 1)
+        assert int(one.coded.words[0]) > 0
+        check(one)
+
+
 def test_escapes_of_all_codes() -> None:
     """A table that knows one code: every other is an escape, and has its own step."""
     codes = np.arange(-300, 300).reshape(25, 24)

@@ -11,9 +11,9 @@ import torch
 
 from neuzip.kernels import rans
 from neuzip.kernels.dtypes import torch_dtypes
-from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.float_fields import FORMATS, pack_low_bits
 from neuzip.kernels.grid import Grid
-from neuzip.kernels.rans.coded import PATTERNS, CodedGrid, CodedTensor
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedGrid, CodedTensor
 
 Codes = npt.NDArray[np.int64]
 
@@ -59,11 +59,17 @@ def grid_of(
 
 
 def code_grid(
-    codes: Codes, grid: Grid, dtype: str, device: torch.device | str, table: rans.Table | None = None
+    codes: Codes,
+    grid: Grid,
+    dtype: str,
+    device: torch.device | str,
+    table: rans.Table | None = None,
+    low_bits: int = 0,
 ) -> CodedSample:
     """Code whole numbers of a tensor's shape, on a grid of that shape; `table` is not the best if given."""
-    code_bits = bits_of(codes)
-    u = codes.reshape(-1) + (1 << (code_bits - 1))
+    whole = codes.reshape(-1)
+    code_bits = bits_of(codes >> low_bits)
+    u = (whole >> low_bits) + (1 << (code_bits - 1))
     table = table_of(u, code_bits) if table is None else table
     encoded = rans.encode(u.astype(np.uint8 if code_bits <= 8 else np.uint16), table)
 
@@ -71,9 +77,15 @@ def code_grid(
         return torch.from_numpy(array.view(np.int16).copy()).to(device)
 
     held = CodedGrid(grid, codes.shape[-1], code_bits)
+    planes = {}
+    if low_bits:
+        plane = pack_low_bits((whole & (1 << low_bits) - 1).astype(np.uint8), low_bits)
+        padded = np.concatenate([plane, np.zeros(-plane.size % ALIGNMENT, np.uint8)])
+        planes[low_bits] = torch.from_numpy(padded).to(device)
     coded = CodedTensor(
-        FORMATS[dtype], 0, u.size, table, on_device(encoded.index), on_device(encoded.words), grid=held
-    )
+        FORMATS[dtype], low_bits, u.size, table, on_device(encoded.index), on_device(encoded.words), planes,
+        grid=held,
+    )  # fmt: skip
     on_cpu = grid.to("cpu")
     values = on_cpu.values(torch.from_numpy(codes.astype(np.int16)), torch_dtypes()[dtype])
     return CodedSample(coded, values.reshape(-1).view(PATTERNS[FORMATS[dtype].bits]))

@@ -169,7 +169,7 @@ KEYS = {  # of each scheme, beside `scheme` and `checksum`
     "lossless": ["mantissa_bits", "streams"],
     "truncated": ["mantissa_bits", "streams", "block_size", "original", "loss"],
     "ternary": ["streams", "packing", "scale_dtype", "group", "quantizer", "original", "loss"],
-    "quantized": ["code_bits", "row_factors", "column_factors", "streams", "original", "loss"],
+    "quantized": ["code_bits", "low_bits", "row_factors", "column_factors", "streams", "original", "loss"],
     "alias": ["of", "file", "original"],
     "base": ["of", "file"],
     "delta": ["of", "file", "base", "shift", "low_bits", "digits", "streams"],
@@ -228,9 +228,12 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             must("quantized" in requires, f"The manifest does not require what {name!r} does.")
             E = record.get("code_bits")
             must(is_count(E) and 2 <= E <= 16, f"`code_bits` of {name!r} are {E!r}.")
+            k = record.get("low_bits", 0)
+            good = "low_bits" not in record or (is_count(k) and k in (1, 2, 4, 8))
+            must(good and E - k >= 2, f"`low_bits` of {name!r} are {k!r}.")
             for key in ("row_factors", "column_factors"):
                 must(type(record.get(key, False)) is bool, f"`{key}` of {name!r} is not true or false.")
-            streams = {"table", "index", "words", "grid"}
+            streams = {"index", "words", "grid"} | ({"low"} if k else set())
             good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
             must(good, f"{name!r} has not the streams of its scheme.")
         if scheme == "truncated" or (
@@ -544,11 +547,14 @@ class Container:
         record, (dtype, shape) = self.records[name], self.tensors[name]
         n, c = math.prod(shape), shape[-1] if shape else 1
         must(dtype in FLOATS and n > 0, f"{name!r} cannot be quantized: {dtype}, {n} weights.")
-        table, index = self.words(f"{name}:table"), self.words(f"{name}:index")
-        must(len(table) >= 3, f"The table of {name!r} is too short.")
-        lengths = stream_bytes(n, 0, None, table, index)
+        index, k, blocks = self.words(f"{name}:index"), record.get("low_bits", 0), ceil_div(n, 16384)
+        lengths = {"index": 2 * blocks, "words": 2 * int(index[:blocks].sum()), "low": ceil_div(n * k, 8)}
         rows, columns = record.get("row_factors", False), record.get("column_factors", False)
-        lengths["grid"] = 4 + (n // c if rows else 0) + (c if columns else 0)
+        start = 4 + (n // c if rows else 0) + (c if columns else 0)
+        head = self.entry(f"{name}:grid")[start : start + 4]
+        must(len(head) == 4, f"The grid of {name!r} has no table.")
+        p = head[3] + 1
+        lengths["grid"] = start + 4 + (p * p if head[0] == 3 else p)
         return self.padded(name, lengths)
 
     def padded(self, name: str, lengths: dict[str, int]) -> dict[str, tuple[str, list[int]]]:
@@ -592,7 +598,7 @@ class Container:
         """Sections 4 to 8: the patterns of a tensor that is lossless or truncated."""
         record, (dtype, shape) = self.records[name], self.tensors[name]
         (E, M), k, n = FLOATS[dtype], record["mantissa_bits"], math.prod(shape)
-        exponent = self.blocks(name, n, E).astype(np.uint64)
+        exponent = self.blocks(name, n, Table(self.words(f"{name}:table"), E)).astype(np.uint64)
         field = join_planes(self.entry(f"{name}:sign_mantissa"), n, 1 + k)
         sign, mantissa = field >> np.uint64(k), (field & np.uint64((1 << k) - 1)) << np.uint64(M - k)
         pattern = sign << np.uint64(E + M) | exponent << np.uint64(M) | mantissa
@@ -602,9 +608,9 @@ class Container:
             pattern = normalise(pattern, dtype, np.repeat(q, record["block_size"])[:n])
         return pattern
 
-    def blocks(self, name: str, n: int, E: int) -> np.ndarray:
-        """Sections 6 and 7: the exponents of all weights, or what takes their part."""
-        table, index = Table(self.words(f"{name}:table"), E), self.words(f"{name}:index")
+    def blocks(self, name: str, n: int, table: Table) -> np.ndarray:
+        """Section 7: the exponents of all weights, or what takes their part."""
+        index = self.words(f"{name}:index")
         words, blocks = self.words(f"{name}:words"), []
         for b in range(ceil_div(n, 16384)):
             blocks.append(decode_block(words[: index[b]], min(16384, n - 16384 * b), table))
@@ -672,7 +678,11 @@ class Container:
         rows, columns = record.get("row_factors", False), record.get("column_factors", False)
         step = steps(self.entry(f"{name}:grid"), n, c, rows, columns)
         must(float(step.max()) * 2 ** (E - 1) <= largest(dtype), f"Steps of {name!r} are too large.")
-        numbers = self.blocks(name, n, E)
+        k, start = record.get("low_bits", 0), 4 + (n // c if rows else 0) + (c if columns else 0)
+        table = Table(code_table(self.entry(f"{name}:grid")[start:], E - k), E - k)
+        numbers = self.blocks(name, n, table)
+        if k:
+            numbers = numbers << k | join_planes(self.entry(f"{name}:low"), n, k).astype(np.int64)
         with np.errstate(under="ignore"):
             values = (numbers - 2 ** (E - 1)).astype("<f4") * step.reshape(-1)
         return nearest(values, dtype)
@@ -754,6 +764,38 @@ def restore_file(path: Path, base: Path | None = None) -> bytes:
 
 
 # --- 14. Quantized weights ----------------------------------------------------------------------------------
+
+
+def code_table(data: bytes, E: int) -> np.ndarray:
+    """The words of section 6 for a table of section 14."""
+    form, a, p = data[0], data[1] | data[2] << 8, data[3] + 1
+    must(form in (1, 2, 3), f"There is no form {form} of tables.")
+    must(2 <= p <= (256 if form == 1 else 16), f"A table of form {form} cannot have {p} numbers.")
+    must(a + p <= 1 << E, "A table has numbers of too many bits.")
+    W = [0 if b == 0 else (16 + b % 16) * 2 ** (b // 16) for b in data[4:]]
+    if form == 1:
+        w = W[:p]
+    else:
+        w = [0] * 256
+        for j in range(p):
+            for i in range(p):
+                w[i + 16 * j] = W[i] * W[j] if form == 2 else W[i + p * j]
+    must(sum(w) > 0, "All shares of a table are 0.")
+    w = [x if 65536 * x >= sum(w) else 0 for x in w]
+    total = sum(w)
+    F = [max(1, 4096 * x // total) if x else 0 for x in w]
+    while sum(F) < 4096:
+        short = [4096 * x - f * total for x, f in zip(w, F, strict=True)]
+        F[short.index(max(short))] += 1
+    while sum(F) > 4096:
+        over = [f * total - 4096 * x if f > 1 else -math.inf for x, f in zip(w, F, strict=True)]
+        F[over.index(max(over))] -= 1
+    if max(F) == 4096:
+        only = F.index(4096)
+        F[only] = 4095
+        F[1 if only == 0 else 0] = 1
+    head = [1 if form == 1 else 2, p, len(F)]
+    return np.array([*head, *range(a, a + p), *F], np.int64)
 
 
 def steps(data: bytes, n: int, c: int, rows: bool, columns: bool) -> np.ndarray:

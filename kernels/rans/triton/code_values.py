@@ -15,6 +15,7 @@ from neuzip.kernels.rans.coded import (
     CROSSING_ROWS,
     HAS_ROWS,
     LOWEST,
+    PLANES,
     ROW_FACTORS,
     ROW_WEIGHTS,
     STEP,
@@ -174,6 +175,51 @@ def codes_of_run(
                 x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED
             )
     return x, p, c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.constexpr_function
+def _plane_column(low):
+    return PLANES + (2 if low == 8 else 3 if low == 4 else 4 if low == 2 else 5)
+
+
+@triton.constexpr_function
+def _plane_type(low):
+    return tl.uint64 if low == 8 else tl.uint32 if low == 4 else tl.uint16 if low == 2 else tl.uint8
+
+
+@triton.jit
+def low_plane(inp, own, run, LOW: tl.constexpr):
+    """Where the LOW raw bits of a lane's 8 codes of a run are; without any something else."""
+    if LOW:
+        plane = inp + tl.multiple_of(tl.load(own + _plane_column(LOW)), 16)
+        lows = plane.to(tl.pointer_type(_plane_type(LOW))) + run
+    else:
+        lows = run
+    return lows
+
+
+@triton.jit
+def with_low_bits(c0, c1, c2, c3, c4, c5, c6, c7, lows, magic, LOW: tl.constexpr):
+    """8 codes, fp32, from what is left of them without low bits, and from these: a word for all."""
+    if LOW:
+        first = lows.to(tl.uint32)
+        second = (lows >> 32).to(tl.uint32) if LOW == 8 else first >> (4 * LOW)
+        c0, c1 = _with_low(c0, first, 0, magic, LOW), _with_low(c1, first, LOW, magic, LOW)
+        c2, c3 = _with_low(c2, first, 2 * LOW, magic, LOW), _with_low(c3, first, 3 * LOW, magic, LOW)
+        c4, c5 = _with_low(c4, second, 0, magic, LOW), _with_low(c5, second, LOW, magic, LOW)
+        c6, c7 = _with_low(c6, second, 2 * LOW, magic, LOW), _with_low(c7, second, 3 * LOW, magic, LOW)
+    return c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.jit
+def _with_low(code, word, SHIFT: tl.constexpr, magic, LOW: tl.constexpr):
+    return with_low(code, (word >> SHIFT) & ((1 << LOW) - 1), magic, LOW)
+
+
+@triton.jit
+def with_low(code, low, magic, LOW: tl.constexpr):
+    """A code, fp32, from what is left of it without its LOW bits, and from these, uint32."""
+    return code * (1 << LOW) + code_of(low, magic, 8388608.0)
 
 
 @triton.jit

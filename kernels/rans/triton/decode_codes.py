@@ -15,12 +15,15 @@ from neuzip.kernels.rans.triton.code_values import (
     code_of,
     codes_of_run,
     load_code_bits,
+    low_plane,
     rounded,
     step_at,
     steps_of_run,
+    with_low,
+    with_low_bits,
     words_of_values,
 )
-from neuzip.kernels.rans.triton.decode_planes import store_ragged, store_run
+from neuzip.kernels.rans.triton.decode_planes import one_field, store_ragged, store_run
 from neuzip.kernels.rans.triton.ring import to_shared
 from neuzip.kernels.rans.triton.states import begin_blocks, load_escapes
 from neuzip.kernels.rans.triton.stream_codes import WARP_BYTES, runs_of_codes
@@ -35,7 +38,8 @@ _C_OUT, _C_NUMEL, _C_TENSOR, _C_BEGIN, _C_ROW_WEIGHTS = (
 def decode_codes(
     inp, out, starts, counts, own, tables, codes, errors, first, last,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
-    GRID: tl.constexpr, ELEMENT: tl.constexpr, STREAM: tl.constexpr, COMPILED: tl.constexpr,
+    LOW: tl.constexpr, GRID: tl.constexpr, ELEMENT: tl.constexpr, STREAM: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of a tensor from the `first` on, none beyond the `last` full one."""
     N: tl.constexpr = BITS // 8
@@ -50,14 +54,15 @@ def decode_codes(
     begin = tl.load(own + _C_BEGIN)
 
     run = block * (_BLOCK // _RUN) + lane
+    lows = low_plane(inp, own, run, LOW)
     out += tl.multiple_of(tl.load(own + _C_OUT), 16)
     elements = out.to(tl.pointer_type(ELEMENT))
     target = out.to(tl.pointer_type(tl.uint64)) + run[:, None] * N + tl.arange(0, 2)[None, :]
     if STREAM:
         shared = to_shared(tables, WARP_BYTES, L, COMPILED)
         x, p = runs_of_codes(
-            x, p, words, limit, tables, codes, shared, inp, own, begin + run * _RUN, target, lane,
-            magic, zero, half, GROUP, BITS, M, GRID, L, COMPILED,
+            x, p, words, limit, tables, codes, shared, inp, own, begin + run * _RUN, target, lows, lane,
+            magic, zero, half, GROUP, BITS, M, LOW, GRID, L, COMPILED,
         )  # fmt: skip
     else:
         runs = (
@@ -69,12 +74,12 @@ def decode_codes(
         left = tl.minimum(numel - run * _RUN, 2 * _BLOCK).to(tl.int32)
         for i in range(runs - 1):
             x, p = _run(
-                x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, magic,
-                zero, half, False, RAGGED, GROUP, BITS, M, GRID, ELEMENT, L, COMPILED,
+                x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, lows,
+                magic, zero, half, False, RAGGED, GROUP, BITS, M, LOW, GRID, ELEMENT, L, COMPILED,
             )  # fmt: skip
         x, p = _run(
-            x, p, words, limit, tables, codes, inp, own, run, runs - 1, begin, left, elements, target, magic,
-            zero, half, True, RAGGED, GROUP, BITS, M, GRID, ELEMENT, L, COMPILED,
+            x, p, words, limit, tables, codes, inp, own, run, runs - 1, begin, left, elements, target, lows,
+            magic, zero, half, True, RAGGED, GROUP, BITS, M, LOW, GRID, ELEMENT, L, COMPILED,
         )  # fmt: skip
 
     tl.debug_barrier()  # an escape is another lane's weight
@@ -89,7 +94,10 @@ def decode_codes(
         weight = first + where
         row = (begin + weight) // row_weights
         step = step_at(inp, own, row, begin + weight - row * row_weights, mine, GRID)
-        value = code_of(u, magic, half) * step
+        code = code_of(u, magic, half)
+        if LOW:
+            code = with_low(code, one_field(inp, own, weight, mine, LOW).to(tl.uint32), magic, LOW)
+        value = code * step
         if BITS == 16:
             bits = rounded(value, value, M, COMPILED) & 0xFFFF
         else:
@@ -101,18 +109,20 @@ def decode_codes(
 
 @triton.jit
 def _run(
-    x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, magic, zero, half,
-    LAST: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
-    GRID: tl.constexpr, ELEMENT: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
+    x, p, words, limit, tables, codes, inp, own, run, i, begin, left, elements, target, lows, magic, zero,
+    half, LAST: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
+    LOW: tl.constexpr, GRID: tl.constexpr, ELEMENT: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode run i of every lane, store it if that is no part of what fills up a RAGGED block: states."""
     N: tl.constexpr = BITS // 8
     weight = (run + i * _LANES) * _RUN
     left -= i * _LANES * _RUN
     s0, s1, s2, s3, s4, s5, s6, s7 = steps_of_run(inp, own, begin + weight, left, GRID)
+    low = tl.load(lows + i * _LANES, mask=left > 0, other=0) if LOW else p
     x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
         x, p, words, limit, tables, codes, p, p, magic, zero, half, LAST, GROUP, GRID, False, L, COMPILED
     )
+    c0, c1, c2, c3, c4, c5, c6, c7 = with_low_bits(c0, c1, c2, c3, c4, c5, c6, c7, low, magic, LOW)
     w0, w1, w2, w3 = words_of_values(
         c0 * s0, c1 * s1, c2 * s2, c3 * s3, c4 * s4, c5 * s5, c6 * s6, c7 * s7, BITS, M, COMPILED
     )

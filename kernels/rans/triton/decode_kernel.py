@@ -221,7 +221,7 @@ def _decode(
     if GRID:
         decode_codes(
             inp, out, starts, counts, own, tables, exponents, errors, first, last,
-            L, RAGGED, GROUP, BITS, M, GRID, ELEMENT, STREAM, COMPILED,
+            L, RAGGED, GROUP, BITS, M, KEPT, GRID, ELEMENT, STREAM, COMPILED,
         )  # fmt: skip
     else:
         _decode_floats(

@@ -23,6 +23,7 @@ from neuzip.kernels.rans.triton.code_values import (
     codes_of_run,
     factor_of,
     load_rows,
+    with_low_bits,
     words_of_values,
 )
 from neuzip.kernels.rans.triton.decode_planes import store_run
@@ -53,15 +54,16 @@ _ONE = tl.constexpr(0x80)
 
 @triton.jit
 def runs_of_codes(
-    x, p, words, limit, tables, codes, shared, inp, own, weight, target, lane, magic, zero, half,
-    GROUP: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr, GRID: tl.constexpr, L: tl.constexpr,
-    COMPILED: tl.constexpr,
+    x, p, words, limit, tables, codes, shared, inp, own, weight, target, lows, lane, magic, zero,
+    half, GROUP: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, GRID: tl.constexpr,
+    L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode all runs of full blocks, one a warp, and store them: states in the end, and words taken.
 
     words: uint16 pointers, of a block whose tensor's words begin at a multiple of 16 bytes; p of them were
     taken, and none is read from `limit` on. weight: number of a lane's first weight, int64. target: where
-    that is stored. `codes_of_run` explains codes, magic, zero and half.
+    that is stored. lows: where the LOW raw bits of its first 8 codes are. `codes_of_run` explains codes,
+    magic, zero and half.
     """
     # Words count from a multiple of 16 bytes on, as pieces begin there.
     skipped = (words.to(tl.int64) & 15).to(tl.int32) >> 1
@@ -85,16 +87,19 @@ def runs_of_codes(
     more_rows, row_weights = more_rows.to(tl.int32), row_weights.to(tl.int32)
     columns = inp + tl.load(own + _C_COLUMNS)
     row_factor, column_factors = _load_factors(rows, has_rows, columns, column, GRID)
+    low = tl.load(lows) if LOW else lane
     for run in range(_RUNS - 1):
         wait(ring, _AHEAD, COMPILED)
         piece = copy_words(p >> 1, piece, end, words, ring, lane, COMPILED)
         end_group(ring, COMPILED)
-        scale, factors = step * factor_of(row_factor), column_factors
+        scale, factors, low_bits = step * factor_of(row_factor), column_factors, low
         column += more_columns
         crossed = column >= row_weights
         column = tl.where(crossed, column - row_weights, column)
         rows += more_rows + crossed.to(tl.int32)
         row_factor, column_factors = _load_factors(rows, has_rows, columns, column, GRID)
+        if LOW:
+            low = tl.load(lows + (run + 1) * _LANES)
         x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
             x,
             p,
@@ -114,6 +119,7 @@ def runs_of_codes(
             L,
             COMPILED,
         )
+        c0, c1, c2, c3, c4, c5, c6, c7 = with_low_bits(c0, c1, c2, c3, c4, c5, c6, c7, low_bits, magic, LOW)
         _store(
             target + run * (_RUN_WEIGHTS * BITS // 64), c0, c1, c2, c3, c4, c5, c6, c7, scale, factors,
             BITS, M, GRID, COMPILED,
@@ -123,6 +129,7 @@ def runs_of_codes(
         x, p, words, end, tables, codes, ring, shared, magic, zero, half,
         True, GROUP, GRID, True, L, COMPILED,
     )  # fmt: skip
+    c0, c1, c2, c3, c4, c5, c6, c7 = with_low_bits(c0, c1, c2, c3, c4, c5, c6, c7, low, magic, LOW)
     _store(
         target + (_RUNS - 1) * (_RUN_WEIGHTS * BITS // 64), c0, c1, c2, c3, c4, c5, c6, c7,
         step * factor_of(row_factor), column_factors, BITS, M, GRID, COMPILED,

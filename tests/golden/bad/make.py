@@ -19,9 +19,10 @@ import numpy as np
 import xxhash
 
 from neuzip.compress import verify
+from neuzip.compress.schemes.code_tables import CodeTable, share_bytes
 from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
-from neuzip.kernels.float_fields import FORMATS, census, split
+from neuzip.kernels.float_fields import FORMATS, census, pack_low_bits, split
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected.json"
@@ -274,29 +275,32 @@ def delta(dtype: str = "BF16") -> Parts:
 
 
 def quantized(
-    codes: np.ndarray | None = None, table: rans.Table | None = None, columns: bool = False
+    codes: np.ndarray | None = None, table: CodeTable | None = None, columns: bool = False, low: int = 0
 ) -> Parts:
     """A container with one quantized tensor `w`, BF16 of 3 rows of 100 weights: codes of 5 bits from -4 to 4.
 
-    The step is 1, and so are the factors of the rows and, if there are any, of the columns.
+    The step is 1, and so are the factors of the rows and, if there are any, of the columns. The `low` bits of
+    codes are raw.
     """
     codes = (np.arange(300) * 2654435761 >> 7) % 9 - 4 if codes is None else codes
     shifted = (codes + 16).astype(np.uint8)
-    table = table or rans.build_table(np.bincount(shifted, minlength=256), None)
-    encoded = rans.encode(shifted, table)
+    table = table or CodeTable(1, 12, share_bytes(np.bincount(shifted, minlength=21)[12:21]))
+    encoded = rans.encode(shifted >> low, table.table)
     patterns = (codes.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
-    grid = np.array([1], "<f4").tobytes() + bytes([128] * (103 if columns else 3))
-    data = {
-        "table": stream_table(table), "index": pad(encoded.index.tobytes()),
-        "words": pad(encoded.words.tobytes()), "grid": pad(grid),
-    }  # fmt: skip
+    grid = np.array([1], "<f4").tobytes() + bytes([128] * (103 if columns else 3)) + table.stored.tobytes()
+    data = {"index": pad(encoded.index.tobytes()), "words": pad(encoded.words.tobytes())}
+    if low:
+        data["low"] = pad(pack_low_bits(shifted & (1 << low) - 1, low).tobytes())
+    data["grid"] = pad(grid)
     streams: dict[str, Entry] = {f"w:{s}": ("U16", [len(d) // 2], d) for s, d in data.items()}
-    streams["w:grid"] = ("U8", [len(data["grid"])], data["grid"])
+    streams |= {f"w:{s}": ("U8", [len(data[s])], data[s]) for s in ("low", "grid") if s in data}
     record = {
         "scheme": "quantized", "checksum": checksum(patterns), "code_bits": 5, "row_factors": True,
         "streams": dict.fromkeys(data, ""), "original": "0" * 16,
         "loss": {"max_relative": 1, "rms_relative": 0.5, "relative_l2": 0.5},
     }  # fmt: skip
+    if low:
+        record["low_bits"] = low
     if columns:
         record["column_factors"] = True
     header = safetensors({"w": ("BF16", [3, 100], patterns)})[: -len(patterns)]
@@ -308,8 +312,12 @@ def quantized_escaping() -> Parts:
     """A quantized tensor whose one block has an escape at position 5: code 10."""
     codes = np.zeros(300, np.int64)
     codes[5] = 10
-    table = rans.Table(1, np.array([15, 16], np.uint16), np.array([96, 4000], np.uint16))
-    return quantized(codes, table)
+    return quantized(codes, CodeTable(1, 15, np.array([16, 128], np.uint8)))
+
+
+def quantized_low() -> Parts:
+    """A quantized tensor of which two of five bits of a code are raw."""
+    return quantized(table=CodeTable(1, 3, np.array([200, 200, 200], np.uint8)), low=2)
 
 
 def the_base() -> Parts:
@@ -572,7 +580,7 @@ def without_weights(parts: Parts) -> None:
 
 def pairs_of_9_bits(parts: Parts) -> None:
     set_record(code_bits=9)(parts)
-    set_words("table", 0, 2)(parts)
+    set_bytes("grid", 7, 2)(parts)
 
 
 TERNARY_FIELDS = {"scheme": "ternary", "quantizer": "exact", "packing": TRITS, "scale_dtype": "F32"}
@@ -847,9 +855,25 @@ BAD: dict[str, Callable[[], bytes]] = {
     "quantized_grid_too_long": of(quantized, resize("grid", 16)),
     "quantized_grid_too_short": of(lambda: quantized(columns=True), resize("grid", -16)),
     "quantized_grid_damaged": of(quantized, set_bytes("grid", 2, 0x81), seal=False),
-    "quantized_table_beyond_the_bits": of(quantized, set_table(1, [16, 32], [96, 4000])),
-    "quantized_table_too_long": of(quantized, resize("table", 16)),
+    "quantized_table_beyond_the_bits": of(quantized, set_bytes("grid", 8, 24)),
+    "quantized_table_of_form_0": of(quantized, set_bytes("grid", 7, 0)),
+    "quantized_table_of_form_4": of(quantized, set_bytes("grid", 7, 4)),
+    "quantized_table_of_one_code": of(quantized, set_bytes("grid", 10, 0)),
+    "quantized_table_of_17_codes_in_pairs": of(quantized, set_bytes("grid", 7, 2, 0, 0, 16)),
+    "quantized_table_too_long": of(quantized, set_bytes("grid", 10, 30)),
+    "quantized_table_of_other_pairs": of(quantized, set_bytes("grid", 7, 3)),
+    "quantized_table_without_shares": of(quantized, set_bytes("grid", 11, *bytes(9))),
+    "quantized_table_missing": of(lambda: quantized(columns=True), resize("grid", -32)),
     "quantized_pairs_of_9_bits": of(quantized, pairs_of_9_bits),
+    "quantized_low_bits_0": of(quantized_low, set_record(low_bits=0)),
+    "quantized_low_bits_1": of(quantized_low, set_record(low_bits=1)),
+    "quantized_low_bits_3": of(quantized_low, set_record(low_bits=3)),
+    "quantized_low_bits_4": of(quantized_low, set_record(low_bits=4)),
+    "quantized_low_bits_missing": of(quantized_low, set_record(low_bits=...)),
+    "quantized_low_bits_of_nothing": of(quantized, set_record(low_bits=2)),
+    "quantized_low_too_short": of(quantized_low, resize("low", -16)),
+    "quantized_low_too_long": of(quantized_low, resize("low", 16)),
+    "quantized_low_damaged": of(quantized_low, set_bytes("low", 5, 0xFF), seal=False),
     "quantized_index_too_long": of(quantized, resize("index", 16)),
     "quantized_index_counts_too_many": of(quantized, set_words("index", 0, 40000)),
     "quantized_words_too_long": of(quantized, resize("words", 16)),
@@ -903,6 +927,7 @@ def good() -> Iterator[tuple[str, bytes]]:
         "quantized": quantized,
         "quantized escaping": quantized_escaping,
         "quantized columns": lambda: quantized(columns=True),
+        "quantized low bits": quantized_low,
     }
     makers |= {dtype: (lambda d=dtype: lossless(d)) for dtype in FORMATS}  # type: ignore[misc]
     for name, make in makers.items():
