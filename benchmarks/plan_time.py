@@ -63,7 +63,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         ]  # fmt: skip
         began = time.time()
         run = subprocess.run(
-            [sys.executable, "-P", __file__, STAGES, str(file), *command], capture_output=True, text=True
+            [sys.executable, __file__, STAGES, str(file), *command], capture_output=True, text=True
         )
         ended = time.time()
         if run.returncode:
@@ -101,7 +101,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
 
 def run_with_stages(file: Path, command: list[str]) -> None:
     """Run a command of neuzip in this process, and write when its stages began and ended."""
-    from neuzip.cli.main import main as neuzip
+    from neuzip.cli import run
     from neuzip.cli.output import Output
 
     stages: list[dict[str, Any]] = []
@@ -117,7 +117,7 @@ def run_with_stages(file: Path, command: list[str]) -> None:
     Output.stage = timed  # type: ignore[method-assign, assignment]
     sys.argv = ["neuzip", *command]
     try:
-        neuzip()
+        sys.exit(run())
     finally:
         file.write_text(json.dumps(stages), encoding="utf-8")
 
