@@ -66,11 +66,13 @@ class TrialModel:
             if chosen is None:
                 continue
             codes, grid = chosen
-            values = grid.values(torch.from_numpy(codes), TORCH_DTYPES[tensor.info.dtype])
-            values = values.view(tensor.info.shape)
-            checksums[tensor.name] = _checksum(values)
-            if tensor.name in self._places:
-                self._places[tensor.name].values.copy_(values)
+            place = self._places.get(tensor.name)
+            device = torch.device("cpu") if place is None else place.values.device
+            held = torch.from_numpy(codes).to(device)
+            values = grid.to(device).values(held, TORCH_DTYPES[tensor.info.dtype]).view(tensor.info.shape)
+            checksums[tensor.name] = _checksum(values.cpu())
+            if place is not None:
+                place.values.copy_(values)
         return checksums
 
 

@@ -40,8 +40,20 @@ class CalibrationWindows:
         """Number of predicted tokens."""
         return self.targets.numel()
 
+    def divided(self, least: int, share: int) -> tuple[CalibrationWindows, CalibrationWindows]:
+        """One of `share` windows, but windows of `least` tokens if there are as many; and the others."""
+        count = len(self.fed)
+        wanted = min(count, max(-(-count // share), -(-least // max(1, self.fed.shape[1]))))
+        chosen = torch.zeros(count, dtype=torch.bool)
+        chosen[torch.arange(wanted) * count // max(1, wanted)] = True  # evenly, as topics change
+        return (
+            CalibrationWindows(self.fed[chosen], self.targets[chosen]),
+            CalibrationWindows(self.fed[~chosen], self.targets[~chosen]),
+        )
+
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Some windows at a time, with their targets in one row."""
         rows = max(1, BATCH // self.fed.shape[1])
         for fed, targets in zip(torch.split(self.fed, rows), torch.split(self.targets, rows), strict=True):
-            yield fed, targets.flatten()
+            if len(fed):  # torch splits no windows into one part
+                yield fed, targets.flatten()

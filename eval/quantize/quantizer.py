@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -76,15 +77,22 @@ class CalibratedTensor:
         """Its grid for a mean step."""
         return Grid(max(self.relative_step * step, self.least), self.rows)
 
+    @property
+    def device(self) -> torch.device:
+        """Where its codes are computed: error feedback runs where the model ran."""
+        return torch.device("cpu") if self.errors is None else self.errors.spread.device
+
     def codes(self, weight: Tensor, step: float) -> tuple[Tensor, Grid]:
-        """Codes, int16 in the tensor's shape, of its weights, fp32, for a mean step; and their grid."""
+        """Codes, int16 in the tensor's shape, of its weights, fp32 on `device`, for a mean step; and their grid.
+
+        The codes are on `device`, the grid on the CPU.
+        """
         grid = self.grid(step)
         if self.errors is None:
             return grid.codes(weight), grid
-        device = self.errors.spread.device
-        rows = weight.reshape(-1, weight.shape[-1]).to(device)
+        rows = weight.reshape(-1, weight.shape[-1])
         dtype = TORCH_DTYPES[self.tensor.info.dtype]
-        return grid_feedback(rows, grid.to(device), self.errors, dtype).view(weight.shape).cpu(), grid
+        return grid_feedback(rows, grid.to(self.device), self.errors, dtype).view(weight.shape), grid
 
     def expected_bytes(self, step: float) -> int:
         """About the bytes of its streams for a mean step."""
@@ -133,6 +141,7 @@ class Quantizer:
         self._source = source
         self._tensors = {one.tensor.name: one for one in tensors}
         self._identity = identity
+        self._launches = threading.Lock()  # threads that launch at once only wait for each other
 
     @classmethod
     def prepare(
@@ -181,13 +190,17 @@ class Quantizer:
         calibrated = self._tensors.get(name)
         if calibrated is None:
             return None
-        codes, grid = calibrated.codes(_weights(self._source, calibrated.tensor), step)
-        return codes.numpy(), grid
+        device = calibrated.device
+        weight = _weights(self._source, calibrated.tensor, device)
+        with self._launches if device.type == "cuda" else nullcontext():
+            codes, grid = calibrated.codes(weight, step)
+        return codes.cpu().numpy(), grid
 
 
-def _weights(source: FolderSource, tensor: SourceTensor) -> Tensor:
-    """A tensor's weights as fp32, in its shape."""
-    return values_for(tensor, read_bits(source, tensor), torch.empty(0, dtype=torch.float32))
+def _weights(source: FolderSource, tensor: SourceTensor, device: torch.device | None = None) -> Tensor:
+    """A tensor's weights as fp32, in its shape, on a device or the CPU."""
+    like = torch.empty(0, dtype=TORCH_DTYPES[tensor.info.dtype], device=device)
+    return values_for(tensor, read_bits(source, tensor), like).float()
 
 
 def _calibrate(

@@ -24,9 +24,13 @@ from neuzip.errors import NeuzipError
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.checkpoint_parameters import ParameterPart, PartsByTensor
 from neuzip.eval.quantize.gradients import OnTokens, drawn_gradients
+from neuzip.runtime.hf.decoder import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+GRADIENT_TOKENS, GRADIENT_SHARE = 2048, 3
+"""Gradients are taken of one window of so many, but of so many tokens at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +64,13 @@ def gather(
     *,
     grams: bool = True,
 ) -> ModelStatistics:
-    """Gather the statistics of the tensors that have a place in the model; without `grams` only gradients."""
+    """Gather the statistics of the tensors that have a place in the model; without `grams` only gradients.
+
+    Some windows run forward only, which costs a third: inputs have to be many, as X^T X has to be of full
+    rank, but the mean square of all gradients of a tensor is known from few windows.
+    """
     gathering = _Gathering(model, places, grams)
+    of_gradients, of_inputs = windows.divided(GRADIENT_TOKENS, GRADIENT_SHARE)
 
     def on_window(count: int) -> None:
         gathering.forget_inputs()
@@ -70,11 +79,15 @@ def gather(
     hooks = [module.register_forward_pre_hook(gathering.see) for module in gathering.linears]
     try:
         parameters = {part.parameter for part in places.values()}
-        drawn_gradients(model, parameters, windows, gathering.add_gradient, on_window)
+        drawn_gradients(model, parameters, of_gradients, gathering.add_gradient, on_window)
+        with torch.no_grad():
+            for fed, _ in of_inputs.batches() if gathering.linears else ():
+                model(input_ids=fed.to(input_device(model)), use_cache=False)
+                on_window(fed.numel())
     finally:
         for hook in hooks:
             hook.remove()
-    return gathering.result(windows.tokens)
+    return gathering.result(of_gradients.tokens)
 
 
 class _Gathering:
