@@ -54,9 +54,9 @@ def nbytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def write_model(folder: Path, arguments: argparse.Namespace, law: str) -> None:
-    """Write a checkpoint of shards as `save_pretrained` would, with weights of a law."""
-    config = LlamaConfig(
+def config_of(arguments: argparse.Namespace) -> LlamaConfig:
+    """Llama-3-8B's configuration with the sizes that the arguments give."""
+    return LlamaConfig(
         vocab_size=arguments.words,
         hidden_size=arguments.hidden,
         intermediate_size=arguments.hidden * 7 // 2,
@@ -71,6 +71,11 @@ def write_model(folder: Path, arguments: argparse.Namespace, law: str) -> None:
         eos_token_id=None,
         architectures=["LlamaForCausalLM"],
     )
+
+
+def write_model(folder: Path, arguments: argparse.Namespace, law: str) -> None:
+    """Write a checkpoint of shards as `save_pretrained` would, with weights of a law."""
+    config = config_of(arguments)
     folder.mkdir()
     config.save_pretrained(folder)
     with torch.device("meta"):
