@@ -2,9 +2,9 @@
 
     python benchmarks/plan_time.py CHECKPOINT TEXT [--max-kld 0.034] [--device cuda|cpu] [--rounds 2]
 
-Each round is a new process. `start_s` is from the start of the process to its first stage: imports, the text,
-the model. Each stage has its wall and its CPU seconds, of all threads; `between_s` is the time between stages.
-The first round on a machine also compiles kernels, which are kept. The section of the device in
+Each round is a new process. `start_s` is from the start of the process to its first stage: imports, the
+text, the model. Each stage has its wall and its CPU seconds, of all threads; `between_s` is the time between
+stages. The first round on a machine also compiles kernels, which are kept. The section of the device in
 benchmarks/results/plan_time.json has a row for each round. Aims for SmolLM2-135M and a divergence of 0.034:
 30 seconds on a Hopper card with 16 cores, better 15; 10 minutes on 2 cores, better 5.
 """

@@ -26,6 +26,8 @@ OBJECTS: Mapping[str, Keys] = {
         schemes          : map of integer or null - number of tensors of each scheme
         estimated_groups : integer or null - groups of tensors whose sensitivity was estimated from the
         | weights alone
+        nearest_tensors  : integer or null - quantised tensors that are rounded to nearest because the
+        | calibration text says nothing of their inputs; 0 with --calibration none
         experts          : list of ExpertsOfUse or null - experts of a mixture by how often they are chosen
         trials           : list of Trial or null - plans that were tried; the last one was taken
         dropped_layers   : list of integer - layers that were dropped

@@ -91,6 +91,12 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
             unit = "group of tensors" if search.request.scheme == "rounded" else "tensor"
             groups = count_text(solution.estimated, unit)
             out.status(f"{groups} estimated from their weights alone")
+        if solution.nearest:
+            whose = "its" if solution.nearest == 1 else "their"
+            out.status(
+                f"{count_text(solution.nearest, 'tensor')} rounded to nearest: the calibration text says"
+                f" nothing of {whose} inputs"
+            )
     if solution is not None and solution.experts:
         _show_experts(out, solution.experts)
     if search.request.drop_layers:
@@ -238,6 +244,7 @@ def target_json(
         "predicted_kld": None if solution is None or request.method == "weights" else solution.predicted_kld,
         "schemes": None if solution is None else dict(solution.schemes),
         "estimated_groups": None if solution is None else solution.estimated,
+        "nearest_tensors": None if solution is None else solution.nearest,
         "experts": None if solution is None else solution.experts,
         "trials": None if solution is None else solution.trials,
         "dropped_layers": () if result is None else result.dropped,

@@ -43,6 +43,7 @@ class Trial:
     bytes          of the compressed weight files, predicted where they were not written
     comparison     with the original; None without a text, and if predictions are not finite
     mean_step      of quantised weights, None for other plans
+    nearest        quantised tensors whose errors nothing compensates, in spite of calibration
     """
 
     predicted_kld: float | None
@@ -68,6 +69,7 @@ class SearchResult:
     pays_from      limit from which dropping one layer is predicted to pay, if none pays at the target
     measured       comparison of what the rules produce, if there was one
     mean_step      of quantised weights, None for other plans
+    nearest        quantised tensors whose errors nothing compensates, in spite of calibration
     """
 
     rules: tuple[Rule, ...]
@@ -83,6 +85,7 @@ class SearchResult:
     measured: MeasuredResult | None = None
     experts: tuple[ExpertsOfUse, ...] = ()
     mean_step: float | None = None
+    nearest: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ divergence  trials in a live model. The divergence grows with the square of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -289,6 +289,10 @@ class QuantizedPlanner:
             self._held = step, codes
         return self._held[1]
 
+    def _nearest(self, names: Iterable[str]) -> int:
+        """How many tensors are rounded to nearest although there is a text that calibrates."""
+        return 0 if self._request.calibration is None else sum(map(self._quantizer.is_nearest, names))
+
     def _nothing_lost(self) -> _Tried:
         return _Tried(Trial(0.0, self._matrices.lossless, None), {})
 
@@ -305,6 +309,7 @@ class QuantizedPlanner:
             estimated=unplaced,
             measured=last.measured,
             mean_step=last.trial.mean_step,
+            nearest=self._nearest(last.grids),
         )
 
 

@@ -130,7 +130,7 @@ def search_budget(
 
 
 def _exponent(one: tuple[float, float] | None, other: tuple[float, float]) -> float:
-    """The exponent with which values grow from one (budget, value) to another; 1 if one of them tells nothing.
+    """The exponent with which values grow from one (budget, value) to another; 1 if that is not known.
 
     >>> _exponent((1.0, 3.0), (2.0, 9.0)), _exponent(None, (2.0, 9.0))
     (1.5849625007211563, 1.0)

@@ -83,9 +83,9 @@ class CalibratedTensor:
         return torch.device("cpu") if self.errors is None else self.errors.spread.device
 
     def codes(self, weight: Tensor, step: float) -> tuple[Tensor, Grid]:
-        """Codes, int16 in the tensor's shape, of its weights, fp32 on `device`, for a mean step; and their grid.
+        """Codes, int16 in the tensor's shape, of its weights, fp32 on `device`, for a step; and the grid.
 
-        The codes are on `device`, the grid on the CPU.
+        The codes are on `device`, the grid is on the CPU.
         """
         grid = self.grid(step)
         if self.errors is None:
@@ -176,6 +176,10 @@ class Quantizer:
     def largest_step(self) -> float:
         """The mean step with which hardly a code differs from 0."""
         return max(float(one.sample.abs().max()) for one in self._tensors.values() if len(one.sample))
+
+    def is_nearest(self, name: str) -> bool:
+        """Whether a tensor is rounded to nearest: the text says nothing of its inputs."""
+        return self._tensors[name].errors is None
 
     def at(self, step: float) -> QuantizedModel:
         """The codes for a mean step: the geometric mean of the tensors' steps, weighted by their sizes."""

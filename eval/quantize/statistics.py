@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GRADIENT_TOKENS, GRADIENT_SHARE = 2048, 3
-"""Gradients are taken of one window of so many, but of so many tokens at least."""
+"""Gradients are taken of one window of so many, but of so many tokens at least.
+
+The steps of SmolLM2-135M from every third of 24 windows of 256 tokens cost 0.1 to 0.3 % more divergence than
+those from all.
+"""
 
 
 @dataclass(frozen=True, eq=False)

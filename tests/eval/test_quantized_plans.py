@@ -230,6 +230,21 @@ def test_on_a_gpu_a_calibrated_plan_is_smaller_than_one_rounded_to_nearest(neuzi
 # The command
 
 
+def test_tensors_that_the_text_does_not_reach_are_counted(neuzip: Speak, small: Path, tmp_path: Path):
+    shutil.copytree(small, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.input_layernorm.weight"].zero_()  # queries, keys, values and outputs see zeros
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "text.txt").write_text(long_text(400).content)
+    options = ("--bits", "4.5", "--text", tmp_path / "text.txt")
+    said = neuzip("compress", tmp_path / "model", tmp_path / "a", *options)
+    assert said.exit_code == 0, said.stderr
+    assert "4 tensors rounded to nearest: the calibration text says nothing of their inputs" in said.stderr
+    target = neuzip("compress", tmp_path / "model", tmp_path / "b", *options, "--json").json["target"]
+    assert target["nearest_tensors"] == 4
+
+
 def test_command_says_what_was_asked_for_and_what_was_delivered(neuzip: Speak, small: Path, tmp_path: Path):
     options = ("--bits", "4.5", "--calibration", "none")
     said = neuzip("compress", small, tmp_path / "a", *options)

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError
+from neuzip.eval.quantize import statistics
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
 from neuzip.eval.quantize.checkpoint_parameters import find_parameters
 from neuzip.eval.quantize.quantizer import Quantizer
@@ -109,8 +110,8 @@ def test_linear_modules_that_see_the_same_inputs_share_their_products(checkpoint
     model, path = checkpoint
     with FolderSource(path) as source:
         tensors = [t for t in source.tensors() if len(t.info.shape) == 2]
-        statistics = gather(model, find_parameters(model, source, tensors), WINDOWS, lambda count: None)
-    keys = {name.removeprefix("model.layers.0."): one.gram for name, one in statistics.tensors.items()}
+        known = gather(model, find_parameters(model, source, tensors), WINDOWS, lambda count: None)
+    keys = {name.removeprefix("model.layers.0."): one.gram for name, one in known.tensors.items()}
     assert (
         keys["self_attn.q_proj.weight"] == keys["self_attn.k_proj.weight"] == keys["self_attn.v_proj.weight"]
     )
@@ -122,8 +123,44 @@ def test_linear_modules_that_see_the_same_inputs_share_their_products(checkpoint
             model(fed[None])
     hook.remove()
     x = torch.cat(seen, 1)[0]
-    gram = statistics.grams[statistics.tensors["model.layers.1.mlp.down_proj.weight"].gram]
+    gram = known.grams[known.tensors["model.layers.1.mlp.down_proj.weight"].gram]
     torch.testing.assert_close(gram, x.T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_inputs_are_those_of_all_windows_and_gradients_those_of_some(checkpoint, monkeypatch):
+    model, path = checkpoint
+    told: list[int] = []
+    with FolderSource(path) as source:
+        places = find_parameters(model, source, [t for t in source.tensors() if len(t.info.shape) == 2])
+        whole = gather(model, places, WINDOWS, lambda count: None)
+        monkeypatch.setattr(statistics, "GRADIENT_TOKENS", 64)
+        fewer = gather(model, places, WINDOWS, told.append)
+    assert sum(told) == WINDOWS.tokens and len(told) == 11 + 1, "forward only, windows run together"
+    for name, one in fewer.tensors.items():
+        of_all = whole.tensors[name]
+        assert one.sensitivity != of_all.sensitivity
+        assert one.sensitivity == pytest.approx(of_all.sensitivity, rel=0.5)
+        if "layers" in name:
+            torch.testing.assert_close(fewer.grams[one.gram], whole.grams[of_all.gram], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("windows", "least", "share", "expected"),
+    [
+        (0, 1, 3, []),
+        (1, 99, 3, [0]),
+        (6, 1, 3, [0, 3]),
+        (7, 1, 3, [0, 2, 4]),
+        (5, 7, 9, [0, 2]),
+        (3, 99, 3, [0, 1, 2]),
+    ],
+)
+def test_windows_are_divided_evenly(windows: int, least: int, share: int, expected: list[int]):
+    fed = torch.arange(4 * windows).view(windows, 4)
+    chosen, others = CalibrationWindows(fed, fed + 1).divided(least, share)
+    assert chosen.fed[:, 0].tolist() == [4 * n for n in expected]
+    assert others.fed[:, 0].tolist() == [4 * n for n in range(windows) if n not in expected]
+    assert torch.equal(chosen.targets, chosen.fed + 1) and torch.equal(others.targets, others.fed + 1)
 
 
 def test_weights_that_have_no_codes_are_left_out(tmp_path):
@@ -153,13 +190,13 @@ def test_experts_of_a_layer_share_products_and_have_steps_near_each_other(tmp_pa
     with FolderSource(tmp_path) as source:
         tensors = [t for t in source.tensors() if len(t.info.shape) == 2]
         places = find_parameters(model, source, tensors)
-        statistics = gather(model, places, windows, lambda count: None)
-    experts = {n: one for n, one in statistics.tensors.items() if "layers.1" in n and n.endswith("w2.weight")}
+        known = gather(model, places, windows, lambda count: None)
+    experts = {n: one for n, one in known.tensors.items() if "layers.1" in n and n.endswith("w2.weight")}
     assert len(experts) == 4
     assert len({one.gram for one in experts.values()}) == 1
     of_all = [one.sensitivity for one in experts.values()]
     assert min(of_all) >= sum(of_all) / 4 / 2
-    assert set(statistics.tensors) == {t.name for t in tensors}
+    assert set(known.tensors) == {t.name for t in tensors}
 
 
 def test_a_model_that_overflows_is_refused(checkpoint):

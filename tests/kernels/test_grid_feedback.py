@@ -24,7 +24,7 @@ def inputs(columns: int, seed: int = 0) -> Tensor:
 
 
 def weights(rows: int, columns: int) -> Tensor:
-    """Weights fp32 [rows, columns]; among the first are zeros, a denormal, and some that need no code that fits."""
+    """Weights fp32 [rows, columns]; among the first are zeros, a denormal, and some too large for a code."""
     rng = torch.Generator().manual_seed(rows)
     weight = torch.randn(rows, columns, generator=rng)
     odd = torch.tensor([0.0, -0.0, 1e-40, 1e6, -1e6, STEP / 2])[:columns]
@@ -59,7 +59,9 @@ def test_the_kernel_gives_the_codes_of_torch(rows, columns, dtype, of_rows, of_c
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, *FP8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, *FP8], ids=str
+)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (33, 129), (5000, 576), (257, 1536)])
 def test_on_a_gpu_the_kernel_gives_the_codes_of_torch(rows: int, columns: int, dtype: torch.dtype):
     grid = grid_of(rows, columns, of_rows=rows < 5000, of_columns=columns == 129).to("cuda")

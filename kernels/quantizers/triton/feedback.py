@@ -28,7 +28,7 @@ VALUES = {
 """How values of a dtype are rounded."""
 
 INTEGERS = tl.constexpr(1.5 * 2.0**23)
-"""Added to a number of fp32 below 2^22 and subtracted again: leaves the nearest whole number, ties to even."""
+"""A number of fp32 below 2^22 plus this, less this, is the nearest whole number, ties to even."""
 
 
 def round_block(
@@ -43,8 +43,8 @@ def round_block(
     errors  fp32 [n, out], overwritten with the errors, each divided by its pivot
     dtype   that of the values, whose rounding is part of the errors
 
-    All are on one device; w, codes and errors are contiguous, and so are the rows of `spread`. Raises KeyError
-    for a dtype that has no codes.
+    All are on one device; w, codes and errors are contiguous, and so are the rows of `spread`. Raises
+    KeyError for a dtype that has no codes.
     """
     columns, rows = w.shape
     use = launch_for("quantizers.feedback", w.device)
