@@ -36,11 +36,12 @@ SIZES = (1 << 14, 1 << 17, 1 << 20, 1 << 24)
 def main() -> None:
     """Code, count, print, save."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    environment = Environment.here("neuzip-toolkit", "numpy", gpu=False)
     rows = [parts(deviation, numel) for numel in SIZES for deviation in DEVIATIONS]
     path = save(
         "code_rates",
         "bits a weight of codes of quantized tensors beyond their entropy, by part",
-        Measurement(Environment.here("neuzip-toolkit", "numpy", gpu=False), rows, {}),
+        Measurement(environment, rows, {}),
     )
     print(f"saved {path}")
 
