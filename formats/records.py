@@ -284,8 +284,7 @@ class TernaryRecord(Record, frozen=True, kw_only=True):
 class QuantizedRecord(Record, frozen=True, kw_only=True):
     """Weights that are whole numbers of `code_bits` bits times a step, and factors of rows and columns.
 
-    `low_bits` of a code are stored raw: a power of two, so that no code is in two bytes. Without `original`
-    the weights had this form already, and nothing is lost.
+    `low_bits` of a code are raw. Without `original` the weights had this form already, and nothing is lost.
     """
 
     scheme = "quantized"
@@ -308,11 +307,8 @@ class QuantizedRecord(Record, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The scheme in a few words."""
-        factors = "".join(
-            f", {name} factors"
-            for name, is_there in (("row", self.row_factors), ("column", self.column_factors))
-            if is_there
-        )
+        rows, columns = bool(self.row_factors), bool(self.column_factors)
+        factors = ", row factors" * rows + ", column factors" * columns
         return f"quantized {self.code_bits}-bit codes{factors}" + (", lossless" if self.lossless else "")
 
     @property
@@ -323,9 +319,7 @@ class QuantizedRecord(Record, frozen=True, kw_only=True):
     def invalid_field(self) -> str | None:
         """The low bits, where a code cannot have them, or the loss, if it is missing."""
         low = self.low_bits or 0
-        if low & (low - 1) or self.code_bits - low < 2:
-            return "low_bits"
-        return _missing_loss(self)
+        return "low_bits" if low & (low - 1) or self.code_bits - low < 2 else _missing_loss(self)
 
     @classmethod
     def readable(cls, entry: Mapping[str, Any]) -> Mapping[str, Any]:

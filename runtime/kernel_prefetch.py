@@ -202,7 +202,7 @@ def _expected_width(source: FolderSource, tensor: SourceTensor) -> int:
 
     A width of w bits is best for normally distributed codes of up to about w - 0.2 bits of entropy.
     """
-    nbytes = sum(extent.nbytes for extent in source.extents(tensor) if extent.stream == "words")
+    nbytes = sum(extent.nbytes for extent in source.extents(tensor) if extent.stream in ("words", "low"))
     entropy = 8 * nbytes / max(1, tensor.info.numel)
     return min(max(math.ceil(entropy + 0.2), WIDTHS[0]), WIDTHS[-1])
 

@@ -172,7 +172,7 @@ def size_in_bytes(text: str) -> int | None:
 
 
 MARGIN = 2.0
-"""Standard errors that a search leaves between a divergence and its limit, so that it holds on other texts."""
+"""Standard errors that a search leaves between a divergence and its limit: it then holds on other texts."""
 
 
 def sought_value(kind: Kind, comparison: Comparison) -> Estimate:

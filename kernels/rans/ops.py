@@ -227,7 +227,7 @@ class ResidentTensor:
             words=words[: coded.words.nbytes].view(torch.int16),
             planes=dict(zip(coded.planes, others, strict=False)),
             normaliser=None if coded.normaliser is None else others[-1],
-            grid=None if coded.grid is None else coded.grid.with_factors(others),
+            grid=None if coded.grid is None else coded.grid.with_factors(others[len(coded.planes) :]),
         )
         errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
         launches = make_launches([there], memory, [0], [0], errors)

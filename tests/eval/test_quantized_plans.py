@@ -194,6 +194,22 @@ def test_a_divergence_is_reached_by_trials_without_a_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.plan.toml"]
 
 
+def test_a_divergence_holds_on_another_text_of_its_kind(small: Path, tmp_path: Path):
+    """Two halves of the demo's text: with a margin on one, and within the limit on the other."""
+    whole, limit = read_text("demo"), 0.02
+    halves = [replace(whole, documents=whole.documents[start::2]) for start in (0, 1)]
+    measured, other = (BaselineComparison(small, half, max_tokens=2048, device="cpu") for half in halves)
+    request = TargetRequest(small, tmp_path / "a", target_values.max_kld(str(limit)), "weights")
+    made = deliver.compress_to_target(replace(request, scheme="quantized"), halves[0], measured, stage)
+    assert made.comparison is not None and made.holds
+    kld = made.comparison.kld.mean
+    assert kld.standard_error is not None
+    assert 0.95 * limit <= kld.value + 2 * kld.standard_error <= limit
+    unseen = other.run(tmp_path / "a").comparison.kld.mean
+    assert unseen.standard_error is not None
+    assert unseen.value <= limit + 2 * unseen.standard_error  # not shown to be above it
+
+
 def test_a_divergence_of_0_is_lossless(small: Path, baseline: BaselineComparison, tmp_path: Path):
     request = TargetRequest(small, tmp_path / "a", target_values.max_kld("0"), "weights")
     made = delivered(request, baseline)

@@ -168,10 +168,16 @@ def test_values_are_rounded_as_the_cpu_rounds() -> None:
         check(one)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_chunks_of_a_tensor_that_stays(group: int) -> None:
+@pytest.mark.parametrize(("group", "low"), [(1, 0), (2, 0), (2, 4)])
+def test_chunks_of_a_tensor_that_stays(group: int, low: int) -> None:
     """Ranges of rows decoded by themselves, after the memory has moved."""
     one = sample((50, 400), {1: 4.0, 2: 1.2}[group], columns=True)
+    if low:
+        codes, grid = (
+            gaussian_codes(20000, 30.0).reshape(50, 400),
+            grid_of((50, 400), 0.01, True, True, DEVICE),
+        )
+        one = code_grid(codes, grid, "BF16", DEVICE, low_bits=low)
     bounds = (0, 400 * 3, 400 * 44, 20000)
     resident = ResidentTensor.of(one.coded, bounds)
     resident = resident.on(resident.memory.clone())

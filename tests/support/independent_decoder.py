@@ -272,7 +272,7 @@ FLOATS = {  # exponent bits E, mantissa bits M
 
 STREAMS = {
     "table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8",
-    "codes": "U8", "scale": "U8", "grid": "U8", "choice": "U8", "low": "U8",
+    "codes": "U8", "scale": "U8", "grid": "U8", "low": "U8", "choice": "U8",
 }  # fmt: skip
 
 

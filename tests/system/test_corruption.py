@@ -137,6 +137,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "ternary words": lambda: bad.ternary("2bit", None, "F16"),
     "quantized": lambda: bad.quantized(columns=True),
     "quantized escapes": bad.quantized_escaping,
+    "quantized low bits": bad.quantized_low,
     "all schemes": lambda: with_alias(
         merged(
             bad.lossless("BF16"),
