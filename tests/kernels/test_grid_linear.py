@@ -21,9 +21,9 @@ from neuzip.kernels import grid_linear
 from neuzip.kernels.device import first_use as device_first_use
 from neuzip.kernels.device import products
 from neuzip.kernels.grid import Grid
-from neuzip.kernels.grid_linear import GridTensor, first_use, ops, packing, terms
+from neuzip.kernels.grid_linear import GridTensor, escapes, first_use, ops, packing, terms
 from neuzip.kernels.grid_linear.triton import decode as triton_decode
-from neuzip.kernels.grid_linear.triton import one_row
+from neuzip.kernels.grid_linear.triton import one_row, some_rows
 from neuzip.kernels.grid_linear.triton.linear import linear
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -141,7 +141,8 @@ def test_what_is_no_code_of_the_window_is_an_escape():
     numbers = [-16384.0, 16384.0, 0.0, 0.5, -0.5, 3.5, 4.0, -4.0, -4.5, -0.0, 0.3, torch.inf, torch.nan]
     weights = torch.tensor([numbers], dtype=BF16)
     packed = grid_linear.pack(weights, Grid(0.5), 4)
-    assert (packed.escapes & 0xFFFF).tolist() == [0, 1, 6, 8, 9, 10, 11, 12]
+    rows, columns = escapes.places(packed.escapes, torch.zeros_like(packed.escapes), len(numbers))
+    assert columns.tolist() == [0, 1, 6, 8, 9, 10, 11, 12] and not rows.any()
     assert same_bits(grid_linear.decode(packed), weights)
 
 
@@ -163,6 +164,53 @@ def test_products(
     y = linear(x, packed, bias, launch and one_row.GridRowLaunch(*launch))
     assert (y.shape, y.dtype) == ((rows, out), dtype)
     assert_product(y, x, weights, bias)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("out", "columns"), [(20, 140)])
+def test_products_of_many_escapes(out: int, columns: int, dtype: torch.dtype, device: torch.device):
+    """Up to all weights of a unit, of which a thread writes more than one: by all kinds of launches."""
+    weights = gaussian(out, columns, seed=3).to(dtype)
+    weights[::5, ::3] = -0.0
+    packed = grid_linear.pack(weights.to(device), grid_of(out, columns, True, False), 5)
+    assert packed.unit_start.diff().max() > 500
+    dense = torch.full_like(weights, torch.nan, device=device)
+    triton_decode.decode(packed, 0, dense)
+    assert same_bits(dense.cpu(), weights)
+    for rows, launch in ((1, one_row.GridRowLaunch(1, 2)), (1, one_row.GridRowLaunch(8, 3)),
+                         (5, some_rows.GridRowsLaunch(4, 1, 2)), (5, some_rows.GridRowsLaunch(8, 2, 1))):  # fmt: skip
+        x = gaussian(rows, columns, seed=1).to(dtype).to(device)
+        assert_product(linear(x, packed, None, *by_rows(launch)), x, weights, None)
+
+
+def by_rows(
+    launch: one_row.GridRowLaunch | some_rows.GridRowsLaunch,
+) -> tuple[one_row.GridRowLaunch | None, some_rows.GridRowsLaunch | None]:
+    """A launch as `linear` takes it."""
+    return (launch, None) if isinstance(launch, one_row.GridRowLaunch) else (None, launch)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_escapes_are_multiplied_as_they_are(rows: int, dtype: torch.dtype, device: torch.device):
+    """Infinities, NaNs, the smallest and the largest numbers, one in a row; x is 0 and infinite beside them."""
+    numbers = torch.finfo(dtype)
+    least = numbers.smallest_normal / (4 if dtype == F16 else 1)  # products of fp32 may have no denormals
+    special = [torch.inf, -torch.inf, torch.nan, numbers.max, least, -0.0, 0.3]
+    weights = torch.zeros(len(special) + 1, 130, dtype=dtype)
+    weights[:-1, 129] = torch.tensor(special, dtype=dtype)
+    weights[-1, 0] = 3.0
+    packed = grid_linear.pack(weights.to(device), Grid(1.0), 4)
+    x = torch.zeros(rows, 130, dtype=dtype, device=device)
+    x[:, 129], x[:, 0] = 1.0, 0.5
+    y = linear(x, packed).cpu()
+    wanted = torch.tensor([*special[:5], 0.0, 0.3, 1.5], dtype=dtype)
+    for row in y:
+        assert torch.equal(row.nan_to_num(7.0, 8.0, -8.0), wanted.nan_to_num(7.0, 8.0, -8.0))
+    x = torch.full((rows, 130), torch.inf, dtype=dtype, device=device)
+    full = torch.full((3, 130), 0.3, dtype=dtype)  # all are escapes, and none adds 0 times infinity
+    y = linear(x, grid_linear.pack(full.to(device), Grid(1.0), 4))
+    assert torch.equal(y.cpu(), torch.full((rows, 3), torch.inf, dtype=dtype))
 
 
 @pytest.mark.parametrize("width", [4, 6, 8])
