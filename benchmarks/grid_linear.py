@@ -15,8 +15,8 @@ memory, everything included.
 What does not decode to the rounded weights bit for bit, or whose product is further from fp64 than that of
 cuBLAS by more than 5 %, is not timed: it ends the run. See packed_linear.py.
 
-Kernels are compiled side by side first. With --launches, candidate launches of the kernels stand beside the one
-of the table, cuBLAS is left out, and what is saved are their times.
+Kernels are compiled side by side first. With --launches, candidate launches of the kernels stand beside the
+one of the table, cuBLAS is left out, and what is saved are their times.
 
 Results are saved in the end, those that were selected. The limit is the bytes read at the speed of a device
 copy, which is measured in the same run.
@@ -181,9 +181,12 @@ def launch_times(weight: Tensor, packed: Sequence[GridTensor], rows: int, second
 
 def show_launch(row: Row) -> None:
     """Print the time of a launch."""
-    values = "of the table" if row["launch"] is None else " ".join(f"{k} {v}" for k, v in row["launch"].items())
+    values = (
+        "of the table" if row["launch"] is None else " ".join(f"{k} {v}" for k, v in row["launch"].items())
+    )
     print(
-        f"{row['out']:6} x {row['in']:6}  {row['grid']:5} {row['rows']:3} rows of x {row['us']:8.1f} us  {values}",
+        f"{row['out']:6} x {row['in']:6}  {row['grid']:5} "
+        f"{row['rows']:3} rows of x {row['us']:8.1f} us  {values}",
         flush=True,
     )
 

@@ -79,7 +79,8 @@ def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
         if wrong is not None:
             outside |= _is_wrong(part, wrong, start, fields)
         words.append(_words(part.masked_fill(outside, 0), order, fields))
-        entries, count = by_unit(*outside.nonzero().unbind(1), of[outside].view(torch.int16), of.shape)
+        row, column = outside.nonzero().unbind(1)
+        entries, count = by_unit(row, column, of[outside].view(torch.int16), (len(of), columns))
         escapes.append(entries)
         counts.append(count)
     unit_start = F.pad(torch.cat(counts).cumsum(0), (1, 0))

@@ -51,9 +51,11 @@ def matmul(x: Tensor, packed: GridTensor) -> Tensor:
 
 
 def _escapes_by_row(packed: GridTensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, in ascending order, columns and the 16 bits of the escapes of all tiles that have some of `rows`."""
+    """Rows, ascending, columns and the 16 bits of the escapes of all tiles that have some of `rows`."""
     turns = turn_count(packed.shape[1])
-    units = (torch.unique(rows // TILE_ROWS)[:, None] * turns + torch.arange(turns, device=rows.device)).flatten()
+    units = (
+        torch.unique(rows // TILE_ROWS)[:, None] * turns + torch.arange(turns, device=rows.device)
+    ).flatten()
     starts = packed.unit_start.to(torch.int64)
     counts = starts[units + 1] - starts[units]
     before = counts.cumsum(0) - counts

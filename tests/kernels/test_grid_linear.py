@@ -27,6 +27,8 @@ from neuzip.kernels.grid_linear.triton import one_row, some_rows
 from neuzip.kernels.grid_linear.triton.linear import linear
 
 BF16, F16 = torch.bfloat16, torch.float16
+ONE_ROW = [{"one_row": one_row.GridRowLaunch(*of)} for of in ((1, 2), (8, 3))]
+SOME_ROWS = [{"some_rows": some_rows.GridRowsLaunch(*of)} for of in ((4, 1, 2), (8, 2, 1))]
 ROUNDING = {BF16: 2.0**-8, F16: 2.0**-10}
 
 
@@ -177,23 +179,16 @@ def test_products_of_many_escapes(out: int, columns: int, dtype: torch.dtype, de
     dense = torch.full_like(weights, torch.nan, device=device)
     triton_decode.decode(packed, 0, dense)
     assert same_bits(dense.cpu(), weights)
-    for rows, launch in ((1, one_row.GridRowLaunch(1, 2)), (1, one_row.GridRowLaunch(8, 3)),
-                         (5, some_rows.GridRowsLaunch(4, 1, 2)), (5, some_rows.GridRowsLaunch(8, 2, 1))):  # fmt: skip
+    for rows, launches in ((1, ONE_ROW), (5, SOME_ROWS)):
         x = gaussian(rows, columns, seed=1).to(dtype).to(device)
-        assert_product(linear(x, packed, None, *by_rows(launch)), x, weights, None)
-
-
-def by_rows(
-    launch: one_row.GridRowLaunch | some_rows.GridRowsLaunch,
-) -> tuple[one_row.GridRowLaunch | None, some_rows.GridRowsLaunch | None]:
-    """A launch as `linear` takes it."""
-    return (launch, None) if isinstance(launch, one_row.GridRowLaunch) else (None, launch)
+        for launch in launches:
+            assert_product(linear(x, packed, None, **launch), x, weights, None)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_escapes_are_multiplied_as_they_are(rows: int, dtype: torch.dtype, device: torch.device):
-    """Infinities, NaNs, the smallest and the largest numbers, one in a row; x is 0 and infinite beside them."""
+    """Infinities, NaNs, the smallest and the largest numbers, one in a row, with x of 0 and infinite."""
     numbers = torch.finfo(dtype)
     least = numbers.smallest_normal / (4 if dtype == F16 else 1)  # products of fp32 may have no denormals
     special = [torch.inf, -torch.inf, torch.nan, numbers.max, least, -0.0, 0.3]
@@ -329,8 +324,10 @@ def see(function, code, kwargs):
     before, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
     if name == "_one_row":
         assert wait and "ld.global" in before  # words are loaded before the kernel ahead has ended
+    if name in ("_one_row", "_some_rows"):  # a thread has the element of its number in all arrays of threads
         layouts = dict(re.findall(r"^(#\w+) = (.*)$", code.asm["ttgir"], re.M))
-        lines = [line for line in code.asm["ttgir"].splitlines() if "mma.sync" in line]
+        lines = [line for line in code.asm["ttgir"].splitlines() if "elementwise_inline_asm" in line]
+        assert any("ld.shared.v4" in line for line in lines)
         for of in set(re.findall(r"tensor<[^>]*, (#\w+)>", " ".join(lines))):
             assert "sizePerThread = [1], threadsPerWarp = [32]" in layouts[of], layouts[of]
     if name == "_some_rows":

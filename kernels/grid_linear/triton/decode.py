@@ -98,12 +98,11 @@ def _decode_rows(
                 _store_pair(to, k, K, pair, here & inside, PAIRS)
     tl.debug_barrier()
     units = (C + 3) // 4
+    STEP: tl.constexpr = 32 if ids is None else 2
     if ids is None:  # a warp has the escapes of a turn, of all rows of the tile
-        STEP: tl.constexpr = 32
         turn, number = begin // 4 + t // 32, t % 32
         unit = tile * units + turn
     else:  # a thread has those of half a turn, of which few are of its row
-        STEP: tl.constexpr = 2
         turn, number = begin // 4 + lane // 2, lane % 2
         unit = n // 16 * units + turn
     is_turn = turn < units

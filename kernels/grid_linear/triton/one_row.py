@@ -53,9 +53,7 @@ def one_row_launch(
     a_processor = tiles / multiprocessors(device)
     most = launch_for("grid_linear.one_row_warps", device, tiles=a_processor)["warps"]
     warps = min(most, MOST_WARPS, triton.next_power_of_2(triton.cdiv(lanes, 4)))
-    config = launch_for(
-        "grid_linear.one_row", device, tiles=a_processor, width=width, columns=has_columns
-    )
+    config = launch_for("grid_linear.one_row", device, tiles=a_processor, width=width, columns=has_columns)
     return GridRowLaunch(warps, config["ahead"], config["registers"])
 
 
@@ -175,7 +173,7 @@ def _one_row(
         coming += (load_words(words, k * 16 + r * 2, k < C, WIDTH, C, EVEN),)
         pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
         entries += (load_entry(escapes, spans[AHEAD]),)
-        patches = write_patches(memory, entries[0], spans[0], escapes, W, COMPILED)
+        patches = write_patches(memory, entries, spans, escapes, W, COMPILED)
         sums = _multiply_next(
             coming, factors, patches, pairs, sums, step_a, step_b, WIDTH, TERMS, COLUMNS, HALF, W, COMPILED
         )

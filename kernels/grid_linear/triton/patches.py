@@ -1,9 +1,9 @@
 """Escapes among the weights that a warp unpacks, in Triton.
 
-A unit is a tile of 16 rows and a turn of 128 columns: 4 KB of weights, of which a thread of a warp has 8 times
-4 pairs. The warp has as much shared memory, all zeros, and writes the weight of each escape to the offset that
-stands in its entry. Then every thread reads a patch for each pair: the escapes in it, and 0 for other weights.
-Fields of escapes hold the code 0. So a pair is what its codes make, plus its patch, exactly.
+A unit is a tile of 16 rows and a turn of 128 columns: 4 KB of weights, of which a thread of a warp has 8
+times 4 pairs. The warp has as much shared memory, all zeros, and writes the weight of each escape to the
+offset that stands in its entry. Then every thread reads a patch for each pair: the escapes in it, and 0 for
+other weights. Fields of escapes hold the code 0. So a pair is what its codes make, plus its patch, exactly.
 
 Neighbouring threads read and write neighbouring 16 bytes, so there are no conflicts of banks. A thread clears
 what it has read, and only the threads of a warp wait for each other.
@@ -51,9 +51,10 @@ def load_entry(escapes, span):
 
 
 @triton.jit
-def write_patches(memory, entry, span, escapes, W: tl.constexpr, COMPILED: tl.constexpr):
-    """Write the escapes of a unit for each warp, of which each thread has its first entry."""
-    first, stop = span
+def write_patches(memory, entries, spans, escapes, W: tl.constexpr, COMPILED: tl.constexpr):
+    """Write the escapes of a unit for each warp: the first of those whose entries and spans are loaded."""
+    entry = entries[0]
+    first, stop = spans[0]
     if COMPILED:
         tl.inline_asm_elementwise(
             _writing(), "=r,r,r,r,r,l", [memory, entry, first, stop, escapes],

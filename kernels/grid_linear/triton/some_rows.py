@@ -23,8 +23,8 @@ from neuzip.kernels.grid_linear.triton.patches import (
     write_patches,
 )
 from neuzip.kernels.grid_linear.triton.words import load_factors, load_step, weights_of, with_spare
-from neuzip.kernels.packed_linear.triton.operands import fragment, in_order, load_columns, tile_of
 from neuzip.kernels.packed_linear.triton.linear import behind
+from neuzip.kernels.packed_linear.triton.operands import fragment, in_order, load_columns, tile_of
 from neuzip.kernels.packed_linear.triton.some_rows import (
     add_parts,
     next_unit,
@@ -33,6 +33,7 @@ from neuzip.kernels.packed_linear.triton.some_rows import (
 )
 from neuzip.kernels.packed_linear.triton.words import load_words
 from neuzip.kernels.tuning import launch_for
+
 
 class GridRowsLaunch(NamedTuple):
     """How a product of 2 to 64 rows is launched."""
@@ -89,12 +90,12 @@ def _steps_of(row_steps, row_terms, tile, r, TERMS: tl.constexpr):
 
 @triton.jit
 def _unpacked(
-    a, b, step_a, step_b, factors, patches, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr,
+    coming, step_a, step_b, factors, patches, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr,
     HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8."""
-    a = with_spare(a, WIDTH)
-    b = with_spare(b, WIDTH)
+    """The weights of W tiles, [16 W, 128], from the next words of rows r and r + 8, and escapes."""
+    a = with_spare(coming[0][0], WIDTH)
+    b = with_spare(coming[0][1], WIDTH)
     fragments = ()
     for g in tl.static_range(8):
         of_a, of_b = patches_of(patches, g, W, COMPILED)
@@ -154,10 +155,11 @@ def _some_rows(
     sums = tl.zeros([16 * W, BM], tl.float32)
     for following in tl.range(unit + 1, stop + 1, num_stages=1):
         entries += (load_entry(escapes, spans[AHEAD]),)
-        patches = write_patches(memory, entries[0], spans[0], escapes, W, COMPILED)
+        patches = write_patches(memory, entries, spans, escapes, W, COMPILED)
         factors = load_factors(column_factors, tl.minimum(c, C - 1), COLUMNS)
-        a, b = coming[0]
-        weights = _unpacked(a, b, step_a, step_b, factors, patches, WIDTH, TERMS, COLUMNS, HALF, W, COMPILED)
+        weights = _unpacked(
+            coming, step_a, step_b, factors, patches, WIDTH, TERMS, COLUMNS, HALF, W, COMPILED
+        )
         now = in_order(at_hand, turn, C, HALF, BM)
         at = far_tile * (WIDTH * C * 16) + far_c * 16 + r * 2
         coming += (load_words(words, at, far_c < C, WIDTH, C, EVEN),)

@@ -89,8 +89,8 @@ def weights_of(
 ):  # fmt: skip
     """Slots 4 G and 4 G + 1, and the next two, of a row: pairs of 16-bit numbers, with their escapes.
 
-    TERMS: bf16 arithmetic makes them, see `terms`, and else fp32 arithmetic. `patches` are the escapes in both
-    pairs. Without them escapes are 0.
+    TERMS: bf16 arithmetic makes them, see `terms`, and else fp32 arithmetic. `patches` are the escapes in
+    both pairs. Without patches escapes are 0.
     """
     if TERMS:
         pairs = (
