@@ -81,7 +81,7 @@ def _decode_rows(
     at = (n // 16).to(tl.int64) * (WIDTH * C * 16) + n % 8 * 2 + n % 16 // 8
     to = dense + place.to(tl.int64) * K
     begin = tl.program_id(1) * (4 * WARPS)
-    for word in tl.static_range(0, 4 * WARPS, AT_ONCE):
+    for word in range(0, 4 * WARPS, AT_ONCE):
         c = begin + word + lane
         inside = c < C
         group = ()
@@ -99,6 +99,7 @@ def _decode_rows(
     tl.debug_barrier()
     units = (C + 3) // 4
     STEP: tl.constexpr = 32 if ids is None else 2
+    BATCH: tl.constexpr = 1 if ids is None else 8
     if ids is None:  # a warp has the escapes of a turn, of all rows of the tile
         turn, number = begin // 4 + t // 32, t % 32
         unit = tile * units + turn
@@ -108,16 +109,20 @@ def _decode_rows(
     is_turn = turn < units
     first = tl.load(unit_start + unit, mask=is_turn, other=0) + number
     stop = tl.load(unit_start + unit + 1, mask=is_turn, other=0)
-    for _ in range(tl.cdiv(tl.max(tl.maximum(stop - first, 0)), STEP)):
-        entry = tl.load(escapes + first, mask=first < stop, other=0)
-        row, k = place_of(entry, turn, C)
-        if ids is None:
-            place = tile * 16 + row - start
-            mine = (first < stop) & (place >= 0) & (place < count)
-        else:
-            mine = (first < stop) & (row == n % 16) & known
-        tl.store(dense + place.to(tl.int64) * K + k, (entry >> 16).to(tl.int16), mask=mine)
-        first += STEP
+    for _ in range(tl.cdiv(tl.max(tl.maximum(stop - first, 0)), STEP * BATCH)):
+        entries = ()
+        for i in tl.static_range(BATCH):  # in flight together
+            entries += (tl.load(escapes + first + i * STEP, mask=first + i * STEP < stop, other=0),)
+        for i in tl.static_range(BATCH):
+            row, k = place_of(entries[i], turn, C)
+            mine = first + i * STEP < stop
+            if ids is None:
+                place = tile * 16 + row - start
+                mine &= (place >= 0) & (place < count)
+            else:
+                mine &= (row == n % 16) & known
+            tl.store(dense + place.to(tl.int64) * K + k, (entries[i] >> 16).to(tl.int16), mask=mine)
+        first += STEP * BATCH
 
 
 @triton.jit
