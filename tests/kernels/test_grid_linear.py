@@ -335,7 +335,8 @@ def see(function, code, kwargs):
         assert order == ["fence", *["mma_async"] * 8, "commit_group"], order
     names = compile_only.instructions(code, r"LOP3|HFMA2|LDL|STL")
     hashes.setdefault(name, set()).add(code.hash)
-    seen[name] = {i: names.count(i) for i in set(names)} | {"shared": code.metadata.shared}
+    counts = {i: names.count(i) for i in set(names)} | {"shared": code.metadata.shared}
+    seen.setdefault(name, counts)  # of _decode_rows that of a tile
 
 compile_only.watch(see)
 empty = torch.empty  # zeros, but where there are no values
@@ -363,7 +364,7 @@ print(json.dumps(seen))
 
 @pytest.mark.slow
 def test_compiled_for_hopper(tmp_path: Path, kernel_cache: Path):
-    """A thread has 64 weights a turn, in pairs: of each a field, a subtraction, two products."""
+    """A thread has 64 weights a turn, in pairs: of each a field, a subtraction, two products with a patch."""
     seen = json.loads(compile_only.said_by(COMPILED, tmp_path, kernel_cache))
     assert set(seen) == {"_one_row", "_some_rows", "add_parts", "_decode_rows"}
     for name, turns in (("_one_row", 2), ("_some_rows", 1), ("_decode_rows", 1 / 2)):
@@ -371,4 +372,5 @@ def test_compiled_for_hopper(tmp_path: Path, kernel_cache: Path):
         assert counts["shared"] <= 227 << 10
         assert "LDL" not in counts and "STL" not in counts  # no registers are spilled
         for instruction, a_turn in (("LOP3", 47), ("HFMA2", 96)):
-            assert 0.65 * a_turn * turns <= counts[instruction] <= 1.3 * a_turn * turns + 16, (name, counts)
+            most = 1.3 * a_turn * turns + 32  # addresses, before the loop and of escapes
+            assert 0.65 * a_turn * turns <= counts[instruction] <= most, (name, counts)
