@@ -1,7 +1,7 @@
 """Products with packed codes of quantized weights beside cuBLAS with the same weights in bf16, on one GPU.
 
     python benchmarks/grid_linear.py [--shapes 4096x4096 14336x4096] [--rows 1 4 16 64] [--laws trained-like]
-        [--grids step rows both] [--bits 4] [--seconds 0.2]
+        [--grids step rows both] [--bits 4] [--seconds 0.2] [--launches]
 
 Each side is what a user calls: `neuzip.kernels.grid_linear.ops.linear`, escapes included, and torch's
 `linear`. The calls of a case lie in one CUDA graph, each with weights of its own, so many that nothing is
@@ -15,6 +15,9 @@ memory, everything included.
 What does not decode to the rounded weights bit for bit, or whose product is further from fp64 than that of
 cuBLAS by more than 5 %, is not timed: it ends the run. See packed_linear.py.
 
+Kernels are compiled side by side first. With --launches, candidate launches of the kernels stand beside the
+one of the table, cuBLAS is left out, and what is saved are their times.
+
 Results are saved in the end, those that were selected. The limit is the bytes read at the speed of a device
 copy, which is measured in the same run.
 """
@@ -23,11 +26,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from compile_first import processes, run_side_by_side
 from gpu_codec import L2, captured, copy_speed, stream
 from packed_groups import LAW_NAMES, SHAPES, Shape
 from packed_linear import DEVICE, SECONDS, in_turns, name_of, require_exact, verdict
@@ -36,6 +42,9 @@ from weight_laws import LAWS, generator_on
 
 from neuzip.kernels.grid import Grid, factor_bytes
 from neuzip.kernels.grid_linear import GridTensor, ops, pack
+from neuzip.kernels.grid_linear.triton.linear import linear
+from neuzip.kernels.grid_linear.triton.one_row import GridRowLaunch
+from neuzip.kernels.grid_linear.triton.some_rows import GridRowsLaunch
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
@@ -53,6 +62,23 @@ MEMORY_AIM = (0.34, 0.31)
 GRIDS = {"step": (False, False), "rows": (True, False), "both": (True, True)}
 """Kinds of grids: whether rows, and whether columns have factors."""
 
+Launch = GridRowLaunch | GridRowsLaunch | None
+
+ONE_ROW = [
+    GridRowLaunch(*of)
+    for of in (
+        (8, 2, 112), (8, 1, 80), (4, 3, 168), (4, 2, 112), (4, 1, 80), (4, 1, 72), (2, 3, 168), (2, 2, 112),
+        (1, 2, 112),
+    )
+]  # fmt: skip
+"""Candidates for one row."""
+
+SOME_ROWS = {
+    16: [GridRowsLaunch(*of) for of in ((4, 4, 2), (4, 5, 1), (8, 2, 1), (8, 2, 2))],
+    64: [GridRowsLaunch(*of) for of in ((8, 2, 1), (8, 1, 2), (4, 2, 1), (4, 2, 2))],
+}
+"""Candidates for up to 16, and up to 64 rows."""
+
 SAMPLE = 1 << 20
 """Weights whose codes decide the step, at most."""
 
@@ -67,10 +93,19 @@ def main() -> None:
     parser.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS))
     parser.add_argument("--bits", type=float, default=4.0, help="entropy of the codes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a case")
+    parser.add_argument("--launches", action="store_true", help="compare candidate launches")
+    parser.add_argument(
+        "--compile-part", nargs=2, type=int, metavar=("PART", "PARTS"), help="compile a part, measure nothing"
+    )
     arguments = parser.parse_args()
+    if arguments.compile_part:
+        compile_part(arguments)
+        return
     packages = ("neuzip-toolkit", "torch", "triton")
     environment = Environment.here(*packages, gpu=torch.cuda.is_available(), needs_commit=True)
     results: list[Row] = []
+    parts = processes()
+    run_side_by_side(__file__, [[*sys.argv[1:], "--compile-part", str(p), str(parts)] for p in range(parts)])
     with torch.cuda.stream(stream()):
         copy = copy_speed()
         print(f"device copy {copy:.0f} GB/s read and written", flush=True)
@@ -80,9 +115,11 @@ def main() -> None:
                 for kind in arguments.grids:
                     results += of_case(shape, law, kind, arguments)
                     torch.cuda.empty_cache()
-    summarize(results)
+    if not arguments.launches:
+        summarize(results)
+    section = "launches" if arguments.launches else "products"
     facts = {"seconds_a_case": arguments.seconds, "device_copy_gb_s": copy}
-    path = save_sections("grid_linear", WHAT, {"products": Measurement(environment, results, facts)})
+    path = save_sections("grid_linear", WHAT, {section: Measurement(environment, results, facts)})
     print(f"saved {path}")
 
 
@@ -100,10 +137,77 @@ def of_case(shape: Shape, law: str, kind: str, arguments: argparse.Namespace) ->
         "width": packed[0].width, "bits": packed[0].bits_per_weight,
         "escapes": packed[0].escapes.numel() / weights[0].numel(),
     }  # fmt: skip
-    rows = [{**facts, **product(weights, packed, number, arguments.seconds)} for number in arguments.rows]
-    for row in rows:
-        show(row)
+    rows = []
+    for number in arguments.rows:
+        if arguments.launches:
+            for row in launch_times(weights[0], packed, number, arguments.seconds):
+                rows.append({**facts, **row})
+                show_launch(rows[-1])
+        else:
+            rows.append({**facts, **product(weights, packed, number, arguments.seconds)})
+            show(rows[-1])
     return rows
+
+
+def launches_of(rows: int) -> Sequence[Launch]:
+    """The launch of the table, None, and candidates."""
+    return (None, *(ONE_ROW if rows == 1 else SOME_ROWS[16 if rows <= 16 else 64]))
+
+
+def multiplied(x: Tensor, packed: GridTensor, launch: Launch) -> Tensor:
+    """The product from the packed form by a launch."""
+    one, some = (launch, None) if isinstance(launch, GridRowLaunch) else (None, launch)
+    return linear(x, packed, None, one, some)
+
+
+def launch_times(weight: Tensor, packed: Sequence[GridTensor], rows: int, seconds: float) -> list[Row]:
+    """Times of all launches of a product, which take turns; without those that a GPU cannot launch."""
+    x = torch.randn(rows, weight.shape[1], device=DEVICE).bfloat16()
+    runs, launches = [], []
+    for launch in launches_of(rows):
+        try:
+            require_exact(x, weight, packed[0], lambda x, p, launch=launch: multiplied(x, p, launch))  # type: ignore[misc]
+            runs.append(captured([lambda p=p, launch=launch: multiplied(x, p, launch) for p in packed]))  # type: ignore[misc]
+        except Exception as error:  # whatever the compiler or the driver says of too many resources
+            print(f"{launch}: {type(error).__name__}, left out", flush=True)
+            continue
+        launches.append(launch)
+    times = in_turns(runs, [len(packed)] * len(runs), None, seconds)
+    return [
+        {"rows": rows, "launch": None if launch is None else launch._asdict(), **spread(own, "us")}
+        for launch, own in zip(launches, times, strict=True)
+    ]
+
+
+def show_launch(row: Row) -> None:
+    """Print the time of a launch."""
+    values = (
+        "of the table" if row["launch"] is None else " ".join(f"{k} {v}" for k, v in row["launch"].items())
+    )
+    print(
+        f"{row['out']:6} x {row['in']:6}  {row['grid']:5} "
+        f"{row['rows']:3} rows of x {row['us']:8.1f} us  {values}",
+        flush=True,
+    )
+
+
+def compile_part(arguments: argparse.Namespace) -> None:
+    """Compile a part of the products, for codes of 5 bits and weights without values, into Triton's cache."""
+    part, parts = arguments.compile_part
+    has_columns = [GRIDS[kind][1] for kind in arguments.grids]
+    jobs = [
+        (shape, columns, rows, launch)
+        for shape in SHAPES
+        if name_of(shape) in arguments.shapes
+        for columns in sorted(set(has_columns))
+        for rows in arguments.rows
+        for launch in (launches_of(rows) if arguments.launches else (None,))
+    ]
+    for (out, inputs), columns, rows, launch in jobs[part::parts]:
+        packed = GridTensor.without_values(out, inputs, torch.bfloat16, 5, columns)
+        x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
+        with suppress(Exception):  # what fails is named when it is measured
+            multiplied(x, packed, launch)
 
 
 def on_grid(weight: Tensor, kind: str, bits: float) -> tuple[Tensor, float, Grid]:

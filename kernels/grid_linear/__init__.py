@@ -10,8 +10,11 @@ READ THIS FIRST. Six things surprise:
 
 2. The window of a width is -2^(width - 1) to 2^(width - 1) - 1. A field holds the code plus 2^(width - 1).
 
-3. What is not the value of a code in the window is an *escape*: a number of 32 bits with its column in the
-   lower 16, and the weight itself in the upper 16. Its field holds the code 0, so a product adds weight * x.
+3. What is not the value of a code in the window is an *escape*: a number of 32 bits with its place in the
+   lower 16, and the weight itself in the upper 16. Its field holds the code 0. Escapes lie by unit, a tile of
+   16 rows and a turn of 128 columns. A place is an offset into the weights of the unit as the threads of a
+   warp have them: see `escapes`. So a product writes escapes to shared memory, reads them as patches of what
+   it has unpacked, and gathers nothing from x, however many escapes there are and wherever they crowd.
 
 4. Groups of 32 slots, words of 16 rows side by side, turns of 128 columns and fillings are those of
    `packed_linear`: slot 4 g + 2 h + e of word 4 t + q is column 128 t + 16 g + 8 h + 2 q + e. So threads of a
@@ -52,13 +55,12 @@ A row of K weights has C = ceil(K / 32) words of each plane, and rows are filled
 With f fields in half a word, pair j is field j mod f of word j // f. Words from `width` on are those of the
 spare bits, those of the first word uppermost.
 
-The escapes of row r are those from row_start[r] to row_start[r + 1], ascending by column.
+The escapes of unit u = tile * turns + turn are those from unit_start[u] to unit_start[u + 1].
 
 | input                       | what happens                                                            |
 |-----------------------------|-------------------------------------------------------------------------|
 | many codes beyond the window| many escapes, up to 40 bits a weight; the caller judges `bits_per_weight` |
 | rows not a multiple of 16   | words for the others too: one row takes as much as 16                   |
-| x infinite, few rows        | x times the 0 in the slot of an escape is NaN                           |
 | more than 65,536 columns    | refused                                                                 |
 | more than 64 rows of x      | some rows of the weights are decoded at a time, and cuBLAS multiplies   |
 """

@@ -14,6 +14,7 @@ import torch
 
 from neuzip.kernels.device.first_use import check_first_use
 from neuzip.kernels.grid_linear import reference
+from neuzip.kernels.grid_linear.escapes import turn_count
 from neuzip.kernels.grid_linear.form import TILE_ROWS
 from neuzip.kernels.grid_linear.tensor import GridTensor
 
@@ -69,14 +70,15 @@ def _multiplies(x: torch.Tensor, packed: GridTensor, bias: torch.Tensor | None, 
 
 def _first_tile(packed: GridTensor) -> GridTensor:
     """The first 16 rows by themselves, on the CPU."""
-    starts = packed.row_start[: TILE_ROWS + 1].cpu()
+    out, columns = packed.shape
+    starts = packed.unit_start[: turn_count(columns) + 1].cpu()
     return replace(
         packed,
-        shape=(len(starts) - 1, packed.shape[1]),
+        shape=(min(out, TILE_ROWS), columns),
         words=packed.words[:1].cpu(),
         row_steps=packed.row_steps[:TILE_ROWS].cpu(),
         row_terms=packed.row_terms[:TILE_ROWS].cpu(),
         column_factors=packed.column_factors.cpu(),
-        row_start=starts,
+        unit_start=starts,
         escapes=packed.escapes[: int(starts[-1])].cpu(),
     )

@@ -152,7 +152,7 @@ def _triton_decode() -> Any:
 WeightOperators(
     "grid",
     ARRAYS,
-    "SymInt columns, ScalarType dtype, SymInt width",
+    "SymInt out_features, SymInt columns, ScalarType dtype, SymInt width",
     GridTensor.of_arguments,
     _decode_to,
     _look_up,

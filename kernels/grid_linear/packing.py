@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.kernels.grid import Grid, factors
+from neuzip.kernels.grid_linear.escapes import by_unit, turn_count
 from neuzip.kernels.grid_linear.form import (
     MAX_COLUMNS,
     MAX_ESCAPES,
@@ -78,15 +79,16 @@ def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
         if wrong is not None:
             outside |= _is_wrong(part, wrong, start, fields)
         words.append(_words(part.masked_fill(outside, 0), order, fields))
-        counts.append(outside.sum(1))
-        column = outside.nonzero()[:, 1]
-        escapes.append(column.to(torch.int32) | of[outside].view(torch.int16).to(torch.int32) << 16)
-    row_start = F.pad(torch.cat(counts).cumsum(0), (1, 0))
-    if int(row_start[-1]) > MAX_ESCAPES:
-        raise ValueError(f"{int(row_start[-1]):,} escapes are more than the {MAX_ESCAPES:,} of the form")
+        row, column = outside.nonzero().unbind(1)
+        entries, count = by_unit(row, column, of[outside].view(torch.int16), (len(of), columns))
+        escapes.append(entries)
+        counts.append(count)
+    unit_start = F.pad(torch.cat(counts).cumsum(0), (1, 0))
+    if int(unit_start[-1]) > MAX_ESCAPES:
+        raise ValueError(f"{int(unit_start[-1]):,} escapes are more than the {MAX_ESCAPES:,} of the form")
     packed = GridTensor(
         (out, columns), weight.dtype, fields.width, torch.cat(words), steps, row_terms,
-        _column_factors(grid, columns, device), row_start.to(torch.int32), torch.cat(escapes),
+        _column_factors(grid, columns, device), unit_start.to(torch.int32), torch.cat(escapes),
     )  # fmt: skip
     packed.wait()
     return packed
@@ -162,7 +164,7 @@ def _column_factors(grid: Grid, columns: int, device: torch.device) -> Tensor:
     """Factors of columns in the order of the slots of a turn: those that a thread needs lie together."""
     if grid.columns is None:
         return torch.zeros(0, dtype=torch.float32, device=device)
-    turns = -(-columns // TURN)
+    turns = turn_count(columns)
     by_column = F.pad(factors(grid.columns), (0, turns * TURN - columns), value=1.0)
     groups = word_count(columns)
     by_slot = by_column[columns_of_slots(columns).to(device)].view(groups, 8, 4)

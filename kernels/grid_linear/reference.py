@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from neuzip.kernels.grid_linear.escapes import places, turn_count
 from neuzip.kernels.grid_linear.form import SLOTS, TILE_ROWS, TURN, columns_of_slots, word_count
 from neuzip.kernels.grid_linear.tensor import GridTensor
 
@@ -35,19 +36,34 @@ def decode(packed: GridTensor, rows: slice | Tensor | None = None) -> Tensor:
     if packed.has_columns:
         steps = steps * _factors_by_column(packed)
     dense = (codes(packed, rows).to(torch.float32) * steps).to(packed.dtype)
-    starts = packed.row_start.to(torch.int64)
-    counts = starts[rows + 1] - starts[rows]
-    row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
-    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    at = starts[rows][row] + torch.arange(len(row), device=rows.device) - before
-    entries = packed.escapes[at]
-    dense.view(torch.int16)[row, (entries & 0xFFFF).long()] = (entries >> 16).to(torch.int16)
+    row, column, pattern = _escapes_by_row(packed, rows)
+    begin = torch.searchsorted(row, rows)
+    counts = torch.searchsorted(row, rows, right=True) - begin
+    own = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+    at = torch.arange(len(own), device=rows.device) + (begin - counts.cumsum(0) + counts)[own]
+    dense.view(torch.int16)[own, column[at]] = pattern[at]
     return dense
 
 
 def matmul(x: Tensor, packed: GridTensor) -> Tensor:
     """x @ weights.T in fp64, [rows, in] to [rows, out]."""
     return x.double() @ decode(packed).double().T
+
+
+def _escapes_by_row(packed: GridTensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, ascending, columns and the 16 bits of the escapes of all tiles that have some of `rows`."""
+    turns = turn_count(packed.shape[1])
+    units = (
+        torch.unique(rows // TILE_ROWS)[:, None] * turns + torch.arange(turns, device=rows.device)
+    ).flatten()
+    starts = packed.unit_start.to(torch.int64)
+    counts = starts[units + 1] - starts[units]
+    before = counts.cumsum(0) - counts
+    own = torch.repeat_interleave(torch.arange(len(units), device=rows.device), counts)
+    entries = packed.escapes[torch.arange(len(own), device=rows.device) + (starts[units] - before)[own]]
+    row, column = places(entries, units[own], packed.shape[1])
+    order = torch.argsort(row, stable=True)
+    return row[order], column[order], (entries >> 16).to(torch.int16)[order]
 
 
 def _factors_by_column(packed: GridTensor) -> Tensor:

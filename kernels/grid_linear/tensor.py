@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from neuzip.kernels.device.counters import reserve_counters
+from neuzip.kernels.grid_linear.escapes import turn_count
 from neuzip.kernels.grid_linear.form import TILE_ROWS, TURN, CodeFields, word_count
 
-ARRAYS = ("words", "row_steps", "row_terms", "column_factors", "row_start", "escapes")
+ARRAYS = ("words", "row_steps", "row_terms", "column_factors", "unit_start", "escapes")
 """The tensors of a GridTensor."""
 
 T = TypeVar("T")
@@ -31,8 +32,8 @@ class GridTensor:
     row_steps       fp32 [16 tiles]: the step times the factor of each row, 0 for rows that only fill a tile
     row_terms       int32 [16 tiles, 2]: these as two bf16 numbers each, in pairs; [0, 2] if they are not used
     column_factors  fp32 [128 turns]: by slot; [0] where all are 1
-    row_start       int32 [out + 1]
-    escapes         int32 [escapes], with the bits of uint32
+    unit_start      int32 [tiles * turns + 1]: where the escapes of each tile and turn begin
+    escapes         int32 [escapes], with the bits of uint32: see `escapes`
     """
 
     shape: tuple[int, int]
@@ -42,7 +43,7 @@ class GridTensor:
     row_steps: Tensor
     row_terms: Tensor
     column_factors: Tensor
-    row_start: Tensor
+    unit_start: Tensor
     escapes: Tensor
     _derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -56,12 +57,12 @@ class GridTensor:
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
-        factors = -(-columns // TURN) * TURN if has_columns else 0
+        factors = turn_count(columns) * TURN if has_columns else 0
         terms = tiles * TILE_ROWS if can_have_terms(dtype, width, has_columns) else 0
         return cls(
             (out, columns), dtype, width, numbers(tiles, width, groups, 8, 2),
             numbers(tiles * TILE_ROWS, dtype=torch.float32), numbers(terms, 2),
-            numbers(factors, dtype=torch.float32), numbers(out + 1), numbers(1),
+            numbers(factors, dtype=torch.float32), numbers(tiles * turn_count(columns) + 1), numbers(1),
         )  # fmt: skip
 
     def once(self, name: str, make: Callable[[GridTensor], T]) -> T:
@@ -106,7 +107,7 @@ class GridTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, factors, escapes and row starts included."""
+        """Bytes in memory, factors, escapes and their starts included."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
@@ -118,11 +119,10 @@ class GridTensor:
     @property
     def arguments(self) -> tuple[Tensor | torch.dtype | int, ...]:
         """What the operators take in its place."""
-        return *self.arrays, self.shape[1], self.dtype, self.width
+        return *self.arrays, *self.shape, self.dtype, self.width
 
     @classmethod
     def of_arguments(cls, *arguments: Any) -> GridTensor:
         """The inverse of `arguments`."""
-        *arrays, columns, dtype, width = arguments
-        row_start = arrays[ARRAYS.index("row_start")]
-        return cls((row_start.shape[0] - 1, columns), dtype, width, *arrays)
+        *arrays, out, columns, dtype, width = arguments
+        return cls((out, columns), dtype, width, *arrays)

@@ -33,7 +33,7 @@ class GridWeight(CompressedWeight):
     row_steps: Tensor
     row_terms: Tensor
     column_factors: Tensor
-    row_start: Tensor
+    unit_start: Tensor
     escapes: Tensor
 
     @classmethod

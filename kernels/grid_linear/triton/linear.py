@@ -9,7 +9,7 @@ from neuzip.kernels.device.launch import is_compiled
 from neuzip.kernels.grid_linear.form import SLOTS
 from neuzip.kernels.grid_linear.tensor import GridTensor
 from neuzip.kernels.grid_linear.triton.one_row import GridRowLaunch, _one_row, multiply_one_row
-from neuzip.kernels.grid_linear.triton.some_rows import multiply_some_rows
+from neuzip.kernels.grid_linear.triton.some_rows import GridRowsLaunch, multiply_some_rows
 
 
 def linear(
@@ -17,10 +17,12 @@ def linear(
     packed: GridTensor,
     bias: torch.Tensor | None = None,
     one_row: GridRowLaunch | None = None,
+    some_rows: GridRowsLaunch | None = None,
 ) -> torch.Tensor:
     """x @ weights.T + bias with fp32 sums: x [rows, in], 1 to 64 rows, bias [out], to [rows, out].
 
-    x, bias and the weights have one dtype and are contiguous. `one_row` replaces the launch of the table.
+    x, bias and the weights have one dtype and are contiguous. `one_row` and `some_rows` replace
+    the launch of the table.
     """
     rows, columns = x.shape
     # The interpreter would cut off what bf16 cannot hold instead of rounding.
@@ -34,5 +36,5 @@ def linear(
     if rows == 1:
         multiply_one_row(y, x, packed, bias, one_row)
     else:
-        multiply_some_rows(y, x, packed, bias)
+        multiply_some_rows(y, x, packed, bias, some_rows)
     return y.to(x.dtype)

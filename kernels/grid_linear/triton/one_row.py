@@ -20,9 +20,17 @@ from neuzip.kernels.device.mma_fragments import multiply
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.device.reduce import sum_rows
 from neuzip.kernels.grid_linear.tensor import GridTensor
+from neuzip.kernels.grid_linear.triton.patches import (
+    MOST_WARPS,
+    load_entry,
+    load_span,
+    patches_of,
+    reserve_patches,
+    write_patches,
+)
 from neuzip.kernels.grid_linear.triton.words import load_factors, load_step, weights_of, with_spare
 from neuzip.kernels.packed_linear.triton.linear import behind, load_pairs
-from neuzip.kernels.packed_linear.triton.words import escapes_of_row, load_escape, load_words
+from neuzip.kernels.packed_linear.triton.words import load_words
 from neuzip.kernels.tuning import launch_for
 
 
@@ -44,10 +52,8 @@ def one_row_launch(
     """The launch for so many tiles and words of a row of codes of a width, from the table of the card."""
     a_processor = tiles / multiprocessors(device)
     most = launch_for("grid_linear.one_row_warps", device, tiles=a_processor)["warps"]
-    warps = min(most, triton.next_power_of_2(triton.cdiv(lanes, 4)))
-    config = launch_for(
-        "grid_linear.one_row", device, warps=a_processor * warps, width=width, columns=has_columns
-    )
+    warps = min(most, MOST_WARPS, triton.next_power_of_2(triton.cdiv(lanes, 4)))
+    config = launch_for("grid_linear.one_row", device, tiles=a_processor, width=width, columns=has_columns)
     return GridRowLaunch(warps, config["ahead"], config["registers"])
 
 
@@ -66,19 +72,19 @@ def multiply_one_row(
         )
     else:
         prepared = _prepared(packed, one_row, has_bias=bias is not None)
-    prepared((len(packed.words),), y, x.view(torch.int32), x, bias)
+    prepared((len(packed.words),), y, x.view(torch.int32), bias)
 
 
 def _prepared(packed: GridTensor, one_row: GridRowLaunch | None, has_bias: bool) -> PreparedLaunch:
-    """The launch for weights and one row. It takes y, x in pairs of columns, x, and a bias or None."""
+    """The launch for weights and one row. It takes y, x in pairs of columns, and a bias or None."""
     tiles, _, lanes = packed.words.shape[:3]
     warps, ahead, registers = one_row or one_row_launch(
         tiles, lanes, packed.width, packed.has_columns, packed.device
     )
     turns = triton.cdiv(lanes, 4 * warps)
     return PreparedLaunch(
-        _one_row, FREE, FREE, FREE, packed.words, packed.row_steps, packed.row_terms,
-        packed.column_factors, packed.row_start, packed.escapes, FREE, packed.shape[0],
+        _one_row, FREE, FREE, packed.words, packed.row_steps, packed.row_terms,
+        packed.column_factors, packed.unit_start, packed.escapes, FREE, packed.shape[0],
         W=warps, TURNS=turns, AHEAD=min(ahead, turns), EVEN=lanes % (4 * warps) == 0, BIAS=has_bias, C=lanes,
         WIDTH=packed.width, TERMS=packed.has_terms, COLUMNS=packed.has_columns,
         HALF=packed.dtype == torch.float16, COMPILED=is_compiled(_one_row), num_warps=warps,
@@ -87,8 +93,14 @@ def _prepared(packed: GridTensor, one_row: GridRowLaunch | None, has_bias: bool)
 
 
 @triton.jit
+def _load_span(unit_start, unit, UNITS: tl.constexpr, W: tl.constexpr):
+    """What `load_span` loads of a unit of a tile; beyond the last there are no escapes."""
+    return load_span(unit_start, tl.minimum(unit, UNITS), tl.minimum(unit + 1, UNITS), W)
+
+
+@triton.jit
 def _multiply_next(
-    coming, factors, pairs, sums, step_a, step_b,
+    coming, factors, patches, pairs, sums, step_a, step_b,
     WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
     W: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -97,52 +109,58 @@ def _multiply_next(
     b = with_spare(coming[0][1], WIDTH)
     added = ()
     for g in tl.static_range(8):
-        a0, a2 = weights_of(a, step_a, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
-        a1, a3 = weights_of(b, step_b, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
+        of_a, of_b = patches_of(patches, g, W, COMPILED)
+        a0, a2 = weights_of(a, step_a, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED, of_a)
+        a1, a3 = weights_of(b, step_b, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED, of_b)
         added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, COMPILED),)
     return added
 
 
 @triton.jit(
     do_not_specialize=["N"],
-    do_not_specialize_on_alignment=["y", "x", "row_start", "escapes", "bias"],
+    do_not_specialize_on_alignment=["y", "unit_start", "escapes", "bias"],
 )
 def _one_row(
-    y, pairs_of_x, x, words, row_steps, row_terms, column_factors, row_start, escapes, bias, N,
+    y, pairs_of_x, words, row_steps, row_terms, column_factors, unit_start, escapes, bias, N,
     C: tl.constexpr, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
     BIAS: tl.constexpr, COMPILED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr,
     EVEN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """16 values of y for one row of x: W warps share the columns, 4 words each in turn.
 
-    Words and x are loaded AHEAD turns before they are multiplied.
+    Words, x and escapes are loaded AHEAD turns before they are multiplied.
     """
     T: tl.constexpr = 32 * W
-    EL: tl.constexpr = 2 * W  # escapes of a row at a time
+    U: tl.constexpr = (C + 3) // 4  # units of a tile
     t = tl.arange(0, T)
     lane, warp = t % 32, t // 32
     r, q = lane // 4, lane % 4
     tile = tl.program_id(0)
-    n = tile * 16 + r + q % 2 * 8  # whose escapes a thread has
+    n = tile * 16 + r + q % 2 * 8  # whose value a thread writes
     words += tile.to(tl.int64) * (WIDTH * C * 16)
+    unit_start += tile.to(tl.int64) * U
     c = warp * 4 + q
     step_a = load_step(row_steps, row_terms, tile * 16 + r, TERMS)
     step_b = load_step(row_steps, row_terms, tile * 16 + r + 8, TERMS)
-    first, stop = escapes_of_row(row_start, tl.minimum(n, N - 1), warp * 2 + q // 2)
 
-    # Of the turns to come, the next first.
+    # Of the turns to come, the next first. Where escapes are is loaded a turn before these.
+    spans = ()
+    for i in tl.static_range(AHEAD + 1):
+        spans += (_load_span(unit_start, i * W + warp, U, W),)
     coming = ()
     for i in tl.static_range(AHEAD):
         k = i * (4 * W) + c
         coming += (load_words(words, k * 16 + r * 2, k < C, WIDTH, C, EVEN),)
+    entries = ()
+    for i in tl.static_range(AHEAD):
+        entries += (load_entry(escapes, spans[i]),)
+    memory = reserve_patches(W, COMPILED)
     if USE_PDL:
         cuda.gdc_wait()  # for x
     pairs = ()
     for i in tl.static_range(AHEAD):
         k = i * (4 * W) + c
         pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
-    weight, column, there = load_escape(escapes, first, stop, 0, 0, 1.0, HALF, True)
-    fix = weight * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
     if BIAS:
         added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     zero = tl.zeros([T], tl.float32)
@@ -154,28 +172,22 @@ def _one_row(
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
         coming += (load_words(words, k * 16 + r * 2, k < C, WIDTH, C, EVEN),)
         pairs += (load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
+        entries += (load_entry(escapes, spans[AHEAD]),)
+        patches = write_patches(memory, entries, spans, escapes, W, COMPILED)
         sums = _multiply_next(
-            coming, factors, pairs, sums, step_a, step_b, WIDTH, TERMS, COLUMNS, HALF, W, COMPILED
+            coming, factors, patches, pairs, sums, step_a, step_b, WIDTH, TERMS, COLUMNS, HALF, W, COMPILED
         )
+        spans += (_load_span(unit_start, (turn + AHEAD + 1) * W + warp, U, W),)
         coming, pairs = behind(coming, 1), behind(pairs, 1)
+        entries, spans = behind(entries, 1), behind(spans, 1)
     if USE_PDL:
         cuda.gdc_launch_dependents()  # all words have been asked for
-    first += EL
-    for more in range(tl.cdiv(tl.max(stop - first, 0), EL * 4)):
-        entries = ()
-        for i in tl.static_range(4):  # in flight together
-            entries += (load_escape(escapes, first + (more * 4 + i) * EL, stop, 0, 0, 1.0, HALF, True),)
-        for i in tl.static_range(4):
-            weight, column, there = entries[i]
-            fix += weight * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
 
     # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
     top, bottom = zero, zero
     for i in tl.static_range(4):
         top = tl.where(q == i, sums[2 * i][0] + sums[2 * i + 1][1], top)
         bottom = tl.where(q == i, sums[2 * i][2] + sums[2 * i + 1][3], bottom)
-    top += tl.where(q % 2 == 0, fix, 0.0)
-    bottom += tl.where(q % 2 == 0, 0.0, fix)
     top, bottom = sum_rows((top, bottom), W, COMPILED)
     result = tl.where(q == 0, top, bottom)
     if BIAS:

@@ -85,25 +85,30 @@ def load_step(row_steps, row_terms, n, TERMS: tl.constexpr):
 @triton.jit
 def weights_of(
     words, step, factors, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
-    G: tl.constexpr, COMPILED: tl.constexpr,
+    G: tl.constexpr, COMPILED: tl.constexpr, patches=(0, 0),
 ):  # fmt: skip
-    """Slots 4 G and 4 G + 1, and the next two, of a row: pairs of 16-bit numbers.
+    """Slots 4 G and 4 G + 1, and the next two, of a row: pairs of 16-bit numbers, with their escapes.
 
-    TERMS: bf16 arithmetic makes them, see `terms`, and else fp32 arithmetic.
+    TERMS: bf16 arithmetic makes them, see `terms`, and else fp32 arithmetic. `patches` are the escapes in
+    both pairs. Without patches escapes are 0.
     """
     if TERMS:
         pairs = (
-            _pair_by_terms(words, step, 2 * G, WIDTH, COMPILED),
-            _pair_by_terms(words, step, 2 * G + 1, WIDTH, COMPILED),
+            _pair_by_terms(words, step, patches[0], 2 * G, WIDTH, COMPILED),
+            _pair_by_terms(words, step, patches[1], 2 * G + 1, WIDTH, COMPILED),
         )
     else:
-        pairs = _pairs_by_step(words, step[0], factors, WIDTH, COLUMNS, HALF, G, COMPILED)
+        first, second = _pairs_by_step(words, step[0], factors, WIDTH, COLUMNS, HALF, G, COMPILED)
+        pairs = first | patches[0], second | patches[1]
     return pairs
 
 
 @triton.jit
-def _pair_by_terms(words, step, PAIR: tl.constexpr, WIDTH: tl.constexpr, COMPILED: tl.constexpr):
-    """Slots 2 PAIR and 2 PAIR + 1: fields of both halves of a word, which become 128 + u in bf16."""
+def _pair_by_terms(words, step, patch, PAIR: tl.constexpr, WIDTH: tl.constexpr, COMPILED: tl.constexpr):
+    """Slots 2 PAIR and 2 PAIR + 1: fields of both halves of a word, which become 128 + u in bf16.
+
+    The code of an escape is 0, so the patch is what both products leave; of other weights the patch is 0.
+    """
     BIT: tl.constexpr = PAIR % (16 // WIDTH) * WIDTH
     word = words[PAIR // (16 // WIDTH)] >> BIT
     number = _masked(word, ((1 << WIDTH) - 1) * 0x10001, 0x43004300, COMPILED)
@@ -111,20 +116,22 @@ def _pair_by_terms(words, step, PAIR: tl.constexpr, WIDTH: tl.constexpr, COMPILE
     if COMPILED:
         pair = tl.inline_asm_elementwise(
             "{ .reg .b32 low; fma.rn.bf16x2 low, $1, $3, $4; fma.rn.bf16x2 $0, $1, $2, low; }", "=r,r,r,r,r",
-            [code, step[0], step[1], tl.full(code.shape, -0x7FFF8000, tl.int32)],
+            [code, step[0], step[1], patch + tl.zeros_like(code)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        pair = _times(code, step[0], step[1]) | (_times(code >> 16, step[0], step[1]) << 16)
+        low, high = _times(code, step, patch), _times(code >> 16, step, patch >> 16)
+        pair = low | (high << 16)
     return pair
 
 
 @triton.jit
-def _times(code, first, second):
-    """For the interpreter: the lower bf16 numbers, code * first + code * second with two roundings."""
+def _times(code, step, patch):
+    """For the interpreter: the lower bf16 numbers, code * first + (code * second + patch), rounded twice."""
     number = float_of(code, False).to(tl.float64)
-    low = _rounded_bf16(number * float_of(second, False).to(tl.float64))
-    product = _rounded_bf16(number * float_of(first, False).to(tl.float64) + low)
+    added = float_of(patch + tl.zeros_like(code), False).to(tl.float64)
+    low = _rounded_bf16(number * float_of(step[1], False).to(tl.float64) + added)
+    product = _rounded_bf16(number * float_of(step[0], False).to(tl.float64) + low)
     return (product.to(tl.float32).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
 
 

@@ -63,8 +63,8 @@ def multiply_some_rows(
     launch(
         add_parts, (blocks, wide // 8),
         y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
-        lanes, wide, **spread, HALF=half, BIAS=bias is not None, EMPTY=False, W=TILES,
-        SHARES=1, BATCH=1, num_warps=TILES, pdl=True, device=device,
+        lanes, wide, **spread, HALF=half, BIAS=bias is not None, W=TILES, num_warps=TILES,
+        pdl=True, device=device,
     )  # fmt: skip
 
 
@@ -162,33 +162,26 @@ def tile_and_word(block, turn, warp, q, tiles, W: tl.constexpr):
 )  # fmt: skip
 def add_parts(
     y, parts, x, row_start, escapes, bias, base, shift, scale, N, M, lanes, rows_of_part, turns, each,
-    own_blocks, HALF: tl.constexpr, BIAS: tl.constexpr, EMPTY: tl.constexpr, W: tl.constexpr,
-    SHARES: tl.constexpr, BATCH: tl.constexpr, USE_PDL: tl.constexpr,
+    own_blocks, HALF: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Columns of a block of 16 W, for 8 rows of y: the escapes' share, then the parts in order of programs.
 
-    A block has SHARES programs. Escapes are loaded BATCH at a time by a thread. EMPTY: their slots hold 0, as
-    in grid_linear.
+    Without `escapes` the parts are all there is.
     """
-    ROWS: tl.constexpr = 16 * W // SHARES
-    EL: tl.constexpr = 2 * SHARES  # escapes of a row at a time
     t = tl.arange(0, 32 * W)
-    block, octet = tl.program_id(0) // SHARES, tl.program_id(1) * 8
+    block, octet = tl.program_id(0), tl.program_id(1) * 8
     begin = block * (16 * W)
-    own = tl.program_id(0) % SHARES * ROWS
-    first, stop = escapes_of_row(row_start, tl.minimum(begin + own + t // EL, N - 1), t % EL)
-    x += octet * (32 * lanes)
-    fix = tl.zeros([32 * W, 8], tl.float32)
-    for step in range(tl.cdiv(tl.max(stop - first, 0), EL * BATCH)):
-        entries = ()
-        for i in tl.static_range(BATCH):  # in flight together
-            at = first + (step * BATCH + i) * EL
-            entries += (load_escape(escapes, at, stop, base, shift, scale, HALF, EMPTY),)
-        for i in tl.static_range(BATCH):
-            off, column, there = entries[i]
+    if escapes is None:
+        result = tl.zeros([8, 16 * W], tl.float32)
+    else:
+        first, stop = escapes_of_row(row_start, tl.minimum(begin + t // 2, N - 1), t % 2)
+        x += octet * (32 * lanes)
+        fix = tl.zeros([32 * W, 8], tl.float32)
+        for step in range(tl.cdiv(tl.max(stop - first, 0), 2)):
+            off, column, there = load_escape(escapes, first + step * 2, stop, base, shift, scale, HALF)
             fix += off[:, None] * gather_x(x, column, there, M - octet, lanes, 8).to(tl.float32)
-    result = tl.trans(tl.sum(tl.reshape(fix, [ROWS, EL, 8]), 1))
-    n, m = own + tl.arange(0, ROWS)[None, :], octet + tl.arange(0, 8)[:, None]
+        result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, 2, 8]), 1))
+    n, m = tl.arange(0, 16 * W)[None, :], octet + tl.arange(0, 8)[:, None]
     inside = (begin + n < N) & (m < M)
     if BIAS:
         result += tl.load(bias + begin + n, mask=begin + n < N, other=0.0).to(tl.float32)

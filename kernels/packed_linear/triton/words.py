@@ -73,16 +73,12 @@ def weights_of(
 
 
 @triton.jit
-def load_escape(escapes, at, stop, base, shift, scale, HALF: tl.constexpr, EMPTY: tl.constexpr = False):
-    """How far a weight is from what stands in its slot, its position, and whether there is one.
-
-    EMPTY: slots of escapes hold 0.
-    """
+def load_escape(escapes, at, stop, base, shift, scale, HALF: tl.constexpr):
+    """How far a weight is from what stands in its slot, its position, and whether there is one."""
     there = at < stop
     entry = tl.load(escapes + at, mask=there, other=0)
     off = float_of(entry >> 16, HALF)
-    if not EMPTY:
-        off -= float_of(slot_of_escape((entry >> 16) & 0xFFFF, base, shift, HALF), HALF) * scale
+    off -= float_of(slot_of_escape((entry >> 16) & 0xFFFF, base, shift, HALF), HALF) * scale
     return tl.where(there, off, 0.0), entry & 0xFFFF, there
 
 
