@@ -1,6 +1,7 @@
 """Quantised attention: closeness by granularity and format, and perplexity, as SageAttention2's tables.
 
     python benchmarks/attention_accuracy.py NAME CHECKPOINT TEXT [--windows N] [--window W] [--device D]
+    python benchmarks/attention_accuracy.py NAME CHECKPOINT TEXT --closeness-only ...    # no perplexities
     python benchmarks/attention_accuracy.py synthetic [--device D]
 
     python benchmarks/attention_accuracy.py demo eval/demo/checkpoint demo
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("text", nargs="?")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, help=f"{WINDOW:,}, or as many tokens as the model was made for")
+    parser.add_argument("--closeness-only", action="store_true", help="measure no perplexities")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -161,7 +163,8 @@ def of_checkpoint(checkpoint: Path, text: str, arguments: argparse.Namespace) ->
         show(f"{table}: average over {len(layers)} layers and {len(calls)} windows, and worst", rows)
         close += rows
     perplexities = []
-    for table, forms in itertools.groupby([*smoothing_forms(), *recipes(kernel)], lambda form: form.table):
+    models = [] if arguments.closeness_only else [*smoothing_forms(), *recipes(kernel)]
+    for table, forms in itertools.groupby(models, lambda form: form.table):
         rows = [form.row(perplexity(baseline, form)) for form in forms]
         for row in rows:
             row |= verdict(row)

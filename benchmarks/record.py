@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -163,7 +164,7 @@ def _gpus() -> int:
 
 def _command() -> str:
     """The command of this process, without the folders of files that it names."""
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    words = [re.sub(r"(^|=)/.*/", r"\1", word.rstrip("/")) for word in sys.argv[1:]]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 

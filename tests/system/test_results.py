@@ -105,10 +105,11 @@ def test_an_environment_with_a_wrong_key_is_not_read(change: dict[str, Any]):
 
 
 def test_the_environment_of_this_machine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["/a/benchmarks/speed.py", "/data/a model", "--rounds", "3"])
+    words = ["/a/benchmarks/speed.py", "/data/a model", "b=/data/c/", "--rounds", "3"]
+    monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("NEUZIP_COMMIT", "54e7d27")
     here = Environment.here("pytest", "no-such-package", needs_commit=True)
-    assert here.command == "python benchmarks/speed.py 'a model' --rounds 3"
+    assert here.command == "python benchmarks/speed.py 'a model' b=c --rounds 3"
     assert here.packages == {"pytest": pytest.__version__, "no-such-package": "not installed"}
     assert here.commit == "54e7d27" and here.cores > 0 and here.gpu is None
 
