@@ -2,7 +2,8 @@
 
     python benchmarks/quantized_decode.py [--rounds 50] [--registers 40 48 56]
 
-Codes are those of a normal distribution that is divided by a step. Times are medians of CUDA events. Cases
+Codes are those of a normal distribution that is divided by a step, coded as in a file: one by one or in
+pairs, perhaps with low bits raw. Times are medians of CUDA events. Cases
 take turns. The launches of a case lie in one CUDA graph, each with data of its own, so much of it that
 nothing is found in the L2. Speeds are of the output. What does not give the values that torch computes on
 the CPU, whether its outputs held 0x00 or 0xFF before, is not timed: it ends the run.
@@ -43,9 +44,11 @@ from gpu_codec import (
 )
 from record import Environment, Measurement, save
 
+from neuzip.compress.schemes.code_tables import choose_coding
+from neuzip.compress.schemes.quantized_coding import count, grid_bytes
 from neuzip.kernels import rans
 from neuzip.kernels.dtypes import torch_dtypes
-from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.float_fields import FORMATS, pack_low_bits
 from neuzip.kernels.grid import Grid
 from neuzip.kernels.rans.coded import PATTERNS, CodedGrid, CodedTensor
 from neuzip.kernels.rans.triton import decode as triton_decode
@@ -130,12 +133,11 @@ def code(weights: Weights) -> Coded:
     codes = np.rint(rng.standard_normal(SMALL, np.float32) * weights.deviation).astype(np.int16)
     bits = max(2, int(max(codes.max(), -1 - codes.min())).bit_length() + 1)
     u = (codes.astype(np.int32) + (1 << (bits - 1))).astype(np.uint8 if bits <= 8 else np.uint16)
-    pairs = None
-    if bits <= 8:
-        pairs = np.bincount(u[::2].astype(np.int64) | u[1::2].astype(np.int64) << 8, minlength=1 << 16)
-    table = rans.build_table(np.bincount(u, minlength=1 << bits), pairs)
-    encoded = rans.encode(u, table)
+    how = choose_coding(count(u, bits), weights.numel)
+    low, table = how.low_bits, how.stored.table
+    encoded = rans.encode((u >> low).astype(np.uint8 if bits - low <= 8 else np.uint16), table)
     times = weights.numel // SMALL
+    planes = {low: torch.from_numpy(pack_low_bits(u, low)).cuda().repeat(times)} if low else {}
     index, words = (
         torch.from_numpy(array.view(np.int16)).cuda().repeat(times)
         for array in (encoded.index, encoded.words)
@@ -155,11 +157,11 @@ def code(weights: Weights) -> Coded:
     if not torch.equal(values[:SMALL].cpu().view(patterns), here.view(patterns)):
         raise SystemExit(f"{weights.name}: torch computes other values on the GPU than on the CPU: not timed")
     tensor = CodedTensor(
-        FORMATS[weights.dtype], 0, weights.numel, table, index, words, grid=CodedGrid(grid, COLUMNS, bits)
-    )
-    table_words = 3 + table.palette.size + table.frequencies.size
-    bytes_of_factors = sum(f.numel() for f in factors if f is not None)
-    nbytes = index.nbytes + words.nbytes + 2 * table_words + 4 + bytes_of_factors
+        FORMATS[weights.dtype], low, weights.numel, table, index, words, planes,
+        grid=CodedGrid(grid, COLUMNS, bits - low),
+    )  # fmt: skip
+    of_grid = grid_bytes(on_cpu, how.stored).nbytes
+    nbytes = index.nbytes + words.nbytes + sum(plane.nbytes for plane in planes.values()) + of_grid
     return Coded(tensor, values.view(patterns), nbytes)
 
 
@@ -169,6 +171,7 @@ def cases_of(coded: Coded, weights: Weights, registers: Sequence[int] | None) ->
     facts: Row = {
         "bits": 8 * coded.nbytes / weights.numel,
         "group": coded.tensor.table.group,
+        "low_bits": coded.tensor.kept_bits,
         **moving(plain, read=coded.nbytes, written=plain),
     }
     aims: Row = {}
@@ -197,8 +200,9 @@ def decoders(
     ready = []
     for _ in range(count):
         tensor = CodedTensor(
-            coded.tensor.fmt, 0, coded.tensor.numel, coded.tensor.table, coded.tensor.index.clone(),
-            coded.tensor.words.clone(), grid=coded.tensor.grid,
+            coded.tensor.fmt, coded.tensor.kept_bits, coded.tensor.numel, coded.tensor.table,
+            coded.tensor.index.clone(), coded.tensor.words.clone(),
+            {width: plane.clone() for width, plane in coded.tensor.planes.items()}, grid=coded.tensor.grid,
         )  # fmt: skip
         out = torch.empty_like(coded.values)
         plan = triton_decode.prepare([tensor], [out], warps)
