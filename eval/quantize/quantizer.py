@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,7 +173,7 @@ class Quantizer:
             calibrated = _calibrate(source, tensors, statistics, advance)
         return cls(source, calibrated, _identity(settings, windows, calibrated), _curvature(calibrated))
 
-    @property
+    @cached_property
     def largest_step(self) -> float:
         """The mean step with which hardly a code differs from 0."""
         return max(float(one.sample.abs().max()) for one in self._tensors.values() if len(one.sample))
