@@ -116,14 +116,14 @@ class NeuzipModelLoader(DefaultModelLoader):
             yield name, tensor
 
     def _decoded(self, files: list[str], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        from neuzip.runtime.weight_files import decoded_tensors, opened, ternary_count
+        from neuzip.runtime.weight_files import decoded_tensors, notes_on, opened
 
         if self.counter_before_loading_weights == 0.0:
             self.counter_before_loading_weights = time.perf_counter()
         with opened(files) as source:
             self._require_tied(source)
-            if ternary := ternary_count(source):
-                logger.info("neuzip: %d ternary tensors are decoded; inputs are not quantized", ternary)
+            for note in notes_on(source):
+                logger.info("neuzip: %s", note)
             yield from (
                 (prefix + name, tensor)
                 for name, tensor in decoded_tensors(
