@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +21,9 @@ from neuzip.errors import FormatError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
 from neuzip.formats.records import QuantizedRecord, TernaryRecord
-from neuzip.runtime.read import read_tensors
+from neuzip.kernels.grid import Grid
+from neuzip.runtime.read import read_grid, read_tensors
+from neuzip.runtime.serving import STEPS
 
 GROUP = 256 << 20
 """Bytes of tensors that a GPU decodes at once. A larger tensor is a group of its own."""
@@ -64,7 +65,10 @@ def opened(files: Sequence[str]) -> FolderSource:
 def decoded_tensors(
     source: FolderSource, device: torch.device, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and values of each wanted tensor, decoded on `device`. Raises FormatError for damaged files."""
+    """Name and values of each wanted tensor, decoded on `device`. Raises FormatError for damaged files.
+
+    A matrix that is stored quantized has the steps of its rows as the attribute STEPS.
+    """
     tensors = [tensor for tensor in source.tensors() if is_wanted(tensor.name)]
     with Workers() as workers:
         for group in _groups(tensors):
@@ -72,7 +76,10 @@ def decoded_tensors(
                 values = read_tensors(source, group, device, workers)
             values.reverse()
             for tensor in group:  # which are freed one by one
-                yield tensor.name, values.pop()
+                value = values.pop()
+                if (steps := row_steps(source, tensor)) is not None:
+                    setattr(value, STEPS, steps)
+                yield tensor.name, value
 
 
 def head_of_its_own(source: FolderSource) -> str | None:
@@ -100,22 +107,21 @@ def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
         yield group
 
 
-def notes_on(source: FolderSource) -> list[str]:
-    """What an engine's log says of tensors that it gets in another form than they are stored in.
+def row_steps(source: FolderSource, tensor: SourceTensor) -> torch.Tensor | None:
+    """The step of each row of a matrix that is stored quantized, fp32 [rows].
 
-    Engines take weights as floats, and fuse several tensors into one: so codes are decoded in every residency.
+    None for other tensors, and for a grid with factors of columns. Raises FormatError.
     """
-    kinds = Counter(type(source.resolve(tensor).record) for tensor in source.tensors())
-    ternary, quantized = kinds[TernaryRecord], kinds[QuantizedRecord]
-    notes = []
-    if ternary:
-        notes.append(f"{ternary} ternary tensors are decoded; inputs are not quantized")
-    if quantized:
-        notes.append(
-            f"{quantized} quantized tensors are decoded; the residency 'packed' holds them like lossless "
-            "ones, in about 0.72 of bf16"
-        )
-    return notes
+    record, shape = source.resolve(tensor).record, tensor.info.shape
+    if not isinstance(record, QuantizedRecord) or record.column_factors or len(shape) != 2:
+        return None
+    grid = read_grid(source, tensor)
+    return Grid(grid.step, grid.rows).steps((shape[0], 1))[:, 0]
+
+
+def ternary_count(source: FolderSource) -> int:
+    """How many tensors are stored ternary."""
+    return sum(isinstance(source.resolve(t).record, TernaryRecord) for t in source.tensors())
 
 
 def tensor_names(files: Sequence[str]) -> set[str]:

@@ -93,7 +93,7 @@ def _decoded(files: list[str]) -> Iterator[tuple[str, Any]]:
     import torch
     from tqdm import tqdm
 
-    from neuzip.runtime.weight_files import decoded_tensors, notes_on, opened
+    from neuzip.runtime.weight_files import decoded_tensors, opened, ternary_count
 
     place = torch.device("cpu")
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # a rank of SGLang on a GPU has set it
@@ -110,8 +110,8 @@ def _decoded(files: list[str]) -> Iterator[tuple[str, Any]]:
             disable=is_quiet,
         ) as progress,
     ):
-        for note in notes_on(source):
-            logger.info("neuzip: %s", note)
+        if ternary := ternary_count(source):
+            logger.info("neuzip: %d ternary tensors are decoded; inputs are not quantized", ternary)
         for name, tensor in decoded_tensors(source, place):
             progress.update(tensor.nbytes)
             yield name, tensor
