@@ -16,8 +16,8 @@ or if the logits of `codes` are further from fp64 than those of bf16 by more tha
 
 Small, for a CPU:
 
-    python benchmarks/quantized_generation.py --laws gaussian --layers 1 --hidden 256 --words 256 --batches 1 \\
-        --new-tokens 2
+    python benchmarks/quantized_generation.py --laws gaussian --layers 1 --hidden 256 --words 256 \\
+        --batches 1 --new-tokens 2
 """
 
 from __future__ import annotations

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from neuzip.compress import machine
-from neuzip.compress.device import AnyDevice, named
 from neuzip.runtime.doctor.finding import TOPICS, Finding
 from neuzip.runtime.doctor.folders import folder_findings
 from neuzip.runtime.doctor.packages import first_line, import_findings, package_findings
 from neuzip.runtime.doctor.plugins import plugin_findings
+
+if TYPE_CHECKING:
+    from neuzip.compress.device import AnyDevice
+    from neuzip.compress.machine import Driver
 
 __all__ = ["InstallationReport", "check_installation"]
 
@@ -46,22 +49,29 @@ def check_installation(
     reference. `on_check` gets the name of each of these checks before it runs: the first run on a machine
     compiles kernels, which takes up to a minute.
 
-    Raises UsageError for a device that neuzip does not know. Everything else that is wrong is in the report.
+    Raises UsageError for a device that neuzip does not know. Everything else that is wrong is in the report:
+    without torch or numba it has the packages and engines alone.
     """
-    findings = _findings(named(device), on_check)
+    findings = _findings(device, on_check)
     return InstallationReport(tuple(sorted(findings, key=lambda finding: TOPICS.index(finding.topic))))
 
 
-def _findings(device: str, note: Callable[[str], None]) -> Iterator[Finding]:
-    driver = machine.nvidia_driver()
+def _findings(device: AnyDevice, note: Callable[[str], None]) -> Iterator[Finding]:
     yield from package_findings()
     yield from plugin_findings()
     broken = [*import_findings()]
     yield from broken
-    computes = not broken and find_spec("torch") is not None and find_spec("numba") is not None
-    yield from folder_findings(has_gpu=bool(driver.gpus) and device != "cpu", has_numba=computes)
-    if not computes:
-        return  # which is a problem above
+    if broken or any(find_spec(module) is None for module in ("torch", "numba")):
+        return  # which is a problem above, and nothing below can be imported
+    from neuzip.compress import machine
+    from neuzip.compress.device import named
+
+    yield from _computing(named(device), machine.nvidia_driver(), note)
+
+
+def _computing(device: str, driver: Driver, note: Callable[[str], None]) -> Iterator[Finding]:
+    """Folders, GPUs, and whether results are right."""
+    yield from folder_findings(has_gpu=bool(driver.gpus) and device != "cpu")
     try:
         from neuzip.runtime.doctor import gpus, results
     except Exception as error:  # a package that is installed and cannot be imported

@@ -23,6 +23,10 @@ SERVED = ("dense", "packed")
 """The residencies that engines serve."""
 
 
+STEPS = "neuzip_steps"
+"""The attribute of a decoded tensor with the steps of its rows, fp32 [rows], if it is stored quantized."""
+
+
 class EngineRefusal(NeuzipError, ValueError):
     """Something that neuzip does not do in an engine. Engines print the text, so it contains the hint."""
 

@@ -20,8 +20,10 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
-from neuzip.formats.records import TernaryRecord
-from neuzip.runtime.read import read_tensors
+from neuzip.formats.records import QuantizedRecord, TernaryRecord
+from neuzip.kernels.grid import Grid
+from neuzip.runtime.read import read_grid, read_tensors
+from neuzip.runtime.serving import STEPS
 
 GROUP = 256 << 20
 """Bytes of tensors that a GPU decodes at once. A larger tensor is a group of its own."""
@@ -63,7 +65,10 @@ def opened(files: Sequence[str]) -> FolderSource:
 def decoded_tensors(
     source: FolderSource, device: torch.device, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and values of each wanted tensor, decoded on `device`. Raises FormatError for damaged files."""
+    """Name and values of each wanted tensor, decoded on `device`. Raises FormatError for damaged files.
+
+    A matrix that is stored quantized has the steps of its rows as the attribute STEPS.
+    """
     tensors = [tensor for tensor in source.tensors() if is_wanted(tensor.name)]
     with Workers() as workers:
         for group in _groups(tensors):
@@ -71,7 +76,10 @@ def decoded_tensors(
                 values = read_tensors(source, group, device, workers)
             values.reverse()
             for tensor in group:  # which are freed one by one
-                yield tensor.name, values.pop()
+                value = values.pop()
+                if (steps := row_steps(source, tensor)) is not None:
+                    setattr(value, STEPS, steps)
+                yield tensor.name, value
 
 
 def head_of_its_own(source: FolderSource) -> str | None:
@@ -99,6 +107,30 @@ def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
         yield group
 
 
+def row_steps(source: FolderSource, tensor: SourceTensor) -> torch.Tensor | None:
+    """The step of each row of a matrix that is stored quantized, fp32 [rows].
+
+    None for other tensors, and for a grid with factors of columns. Raises FormatError.
+    """
+    record, shape = source.resolve(tensor).record, tensor.info.shape
+    if not isinstance(record, QuantizedRecord) or record.column_factors or len(shape) != 2:
+        return None
+    grid = read_grid(source, tensor)
+    return Grid(grid.step, grid.rows).steps((shape[0], 1))[:, 0]
+
+
 def ternary_count(source: FolderSource) -> int:
     """How many tensors are stored ternary."""
     return sum(isinstance(source.resolve(t).record, TernaryRecord) for t in source.tensors())
+
+
+def tensor_names(files: Sequence[str]) -> set[str]:
+    """The names of all tensors in weight files, plain or compressed. Raises FormatError."""
+    if any(is_container_file(file) for file in files):
+        with opened(files) as source:
+            return {tensor.name for tensor in source.tensors()}
+    names: set[str] = set()
+    for path in files:
+        with safetensors.safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names

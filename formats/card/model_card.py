@@ -136,7 +136,8 @@ def _use(checkpoint: Checkpoint) -> Use:
         return "other"
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
-    if not generates:
+    # Serving engines take no text model with an encoder, such as T5 and BART.
+    if not generates or config.get("is_encoder_decoder") is True:
         return "other"
     section = config.get("quantization_config")
     is_quantized = isinstance(section, dict) and section.get("original") is not None

@@ -68,8 +68,8 @@ The escapes of unit u = tile * turns + turn are those from unit_start[u] to unit
 from __future__ import annotations
 
 from neuzip.kernels.grid_linear.form import WIDTHS, CodeFields, best_width
-from neuzip.kernels.grid_linear.packing import pack
+from neuzip.kernels.grid_linear.packing import pack, pack_rows
 from neuzip.kernels.grid_linear.reference import decode, matmul
 from neuzip.kernels.grid_linear.tensor import GridTensor
 
-__all__ = ["WIDTHS", "CodeFields", "GridTensor", "best_width", "decode", "matmul", "pack"]
+__all__ = ["WIDTHS", "CodeFields", "GridTensor", "best_width", "decode", "matmul", "pack", "pack_rows"]

@@ -51,6 +51,17 @@ def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
     the least bits. The host waits for a GPU. Raises ValueError for other shapes, for more than 65,536 columns
     and for too many escapes, TypeError for other dtypes.
     """
+    steps = Grid(grid.step, grid.rows).to(weight.device).steps((weight.shape[0], 1))[:, 0]
+    return pack_rows(weight, steps, grid.columns, width)
+
+
+def pack_rows(
+    weight: Tensor, steps: Tensor, column_bytes: Tensor | None = None, width: int | None = None
+) -> GridTensor:
+    """Pack weights whose rows have the steps `steps`, fp32 [out], as when matrices of several grids are one.
+
+    `column_bytes` are the factors of the columns, as a Grid has them. Otherwise as `pack`.
+    """
     if weight.dtype not in torch_dtypes_for("packed"):
         raise TypeError(f"packed weights are bfloat16 or float16, not {weight.dtype}")
     if weight.dim() != 2 or not weight.numel() or weight.shape[1] > MAX_COLUMNS:
@@ -60,9 +71,8 @@ def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
         )
     out, columns = weight.shape
     weight, device = weight.detach(), weight.device
-    grid = grid.to(device)
-    steps = _row_steps(grid, out, device)
-    by_column = None if grid.columns is None else factors(grid.columns)
+    steps = F.pad(steps.to(device), (0, -out % TILE_ROWS)).contiguous()  # to whole tiles
+    by_column = None if column_bytes is None else factors(column_bytes.to(device))
     height = max(1, WEIGHTS_AT_ONCE // (columns * TILE_ROWS)) * TILE_ROWS
     codes = torch.cat([
         _codes(weight[start : start + height], steps[start : start + height], by_column)
@@ -88,7 +98,7 @@ def pack(weight: Tensor, grid: Grid, width: int | None = None) -> GridTensor:
         raise ValueError(f"{int(unit_start[-1]):,} escapes are more than the {MAX_ESCAPES:,} of the form")
     packed = GridTensor(
         (out, columns), weight.dtype, fields.width, torch.cat(words), steps, row_terms,
-        _column_factors(grid, columns, device), unit_start.to(torch.int32), torch.cat(escapes),
+        _column_factors(by_column, columns, device), unit_start.to(torch.int32), torch.cat(escapes),
     )  # fmt: skip
     packed.wait()
     return packed
@@ -154,18 +164,12 @@ def _signed(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def _row_steps(grid: Grid, out: int, device: torch.device) -> Tensor:
-    """The step times each row's factor, filled up with zeros to whole tiles."""
-    steps = Grid(grid.step, grid.rows).steps((out, 1))[:, 0].to(device)
-    return F.pad(steps, (0, -out % TILE_ROWS)).contiguous()
-
-
-def _column_factors(grid: Grid, columns: int, device: torch.device) -> Tensor:
+def _column_factors(by_column: Tensor | None, columns: int, device: torch.device) -> Tensor:
     """Factors of columns in the order of the slots of a turn: those that a thread needs lie together."""
-    if grid.columns is None:
+    if by_column is None:
         return torch.zeros(0, dtype=torch.float32, device=device)
     turns = turn_count(columns)
-    by_column = F.pad(factors(grid.columns), (0, turns * TURN - columns), value=1.0)
+    by_column = F.pad(by_column, (0, turns * TURN - columns), value=1.0)
     groups = word_count(columns)
     by_slot = by_column[columns_of_slots(columns).to(device)].view(groups, 8, 4)
     by_slot = F.pad(by_slot, (0, 0, 0, 0, 0, -groups % 4), value=1.0)

@@ -1,6 +1,6 @@
 """Packed weights that a graph names by a number in a tensor: for engines that store compiled graphs.
 
-    weight_id = hold(packed)                                    int64 [1] on the CPU
+    weight_id = hold(weights)                                   int64 [1] on the CPU
     torch.ops.neuzip.held_linear(x, bias, weight_id, out)       x @ weights.T + bias
     torch.ops.neuzip.held_rows(ids, weight_id, columns, dtype)  the rows of the weights that ids name
     torch.ops.neuzip.held_decode(x, weight_id, out)             all weights, [out, in] for x [..., in]
@@ -11,7 +11,8 @@ and how many low bits. The window is in the graph, too. An engine that stores th
 another checkpoint would compute with the window of the first one, and no two layers share a graph.
 
 Here a graph contains only the shape of the matrix. The number in `weight_id` is read when an operator runs,
-and names an entry of a table of this process. So a stored graph is right for every checkpoint of that shape.
+and names an entry of a table of this process. So a stored graph is right for every checkpoint of that shape,
+and for each form of its weights: packed floats, packed codes of quantized weights, or a dense matrix.
 
 The operators are for inference: no gradient flows. They call the implementations of `ops`.
 """
@@ -24,11 +25,17 @@ from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 
+from neuzip.kernels.grid_linear import GridTensor
+from neuzip.kernels.grid_linear import ops as grid_ops
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 
 T = TypeVar("T")
+
+HeldWeights = PackedTensor | GridTensor | torch.Tensor
+"""What a number names: a matrix [out, in] in one of three forms."""
 
 
 class HeldTable(Generic[T]):
@@ -53,24 +60,36 @@ class HeldTable(Generic[T]):
         return entry
 
 
-_WEIGHTS: HeldTable[PackedTensor] = HeldTable("packed weights")
+_WEIGHTS: HeldTable[HeldWeights] = HeldTable("packed weights")
 
 
-def hold(packed: PackedTensor) -> torch.Tensor:
-    """The number of packed weights, int64 [1] on the CPU. The caller has to keep `packed` alive."""
-    return _WEIGHTS.hold(packed)
+def hold(weights: HeldWeights) -> torch.Tensor:
+    """The number of weights, int64 [1] on the CPU. The caller has to keep `weights` alive."""
+    return _WEIGHTS.hold(weights)
 
 
-def held(weight_id: torch.Tensor) -> PackedTensor:
-    """The packed weights of a number. Raises RuntimeError if this process has none of that number."""
+def held(weight_id: torch.Tensor) -> HeldWeights:
+    """The weights of a number. Raises RuntimeError if this process has none of that number."""
     return _WEIGHTS.entry(weight_id)
+
+
+def decoded(weights: HeldWeights) -> torch.Tensor:
+    """The weights as a dense matrix [out, in]."""
+    if isinstance(weights, GridTensor):
+        return grid_ops.decode(weights)
+    return ops.decode(weights) if isinstance(weights, PackedTensor) else weights
 
 
 _library = torch.library.Library("neuzip", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _linear(x: torch.Tensor, bias: torch.Tensor | None, weight_id: torch.Tensor, out: int) -> torch.Tensor:
-    return ops.product(x, held(weight_id).fetched(), bias)
+    weights = held(weight_id)
+    if isinstance(weights, GridTensor):
+        return grid_ops.product(x, weights, bias)
+    if isinstance(weights, PackedTensor):
+        return ops.product(x, weights.fetched(), bias)
+    return F.linear(x, weights, bias)
 
 
 def _linear_shape(
@@ -80,7 +99,10 @@ def _linear_shape(
 
 
 def _rows(ids: torch.Tensor, weight_id: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return ops.rows(held(weight_id), ids)
+    weights = held(weight_id)
+    if isinstance(weights, GridTensor):
+        return grid_ops.rows(weights, ids)
+    return ops.rows(weights, ids) if isinstance(weights, PackedTensor) else F.embedding(ids, weights)
 
 
 def _rows_shape(ids: torch.Tensor, weight_id: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +110,8 @@ def _rows_shape(ids: torch.Tensor, weight_id: torch.Tensor, columns: int, dtype:
 
 
 def _decode(x: torch.Tensor, weight_id: torch.Tensor, out: int) -> torch.Tensor:
-    return ops.decode(held(weight_id))
+    weights = decoded(held(weight_id))
+    return weights.clone() if weights is held(weight_id) else weights  # an operator returns no view
 
 
 def _decode_shape(x: torch.Tensor, weight_id: torch.Tensor, out: int) -> torch.Tensor:

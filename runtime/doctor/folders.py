@@ -10,8 +10,8 @@ from pathlib import Path
 from neuzip.runtime.doctor.finding import Finding
 
 
-def folder_findings(has_gpu: bool, has_numba: bool = True) -> Iterator[Finding]:
-    """The C compiler and Triton's cache, which only a GPU needs, and the cache of a numba that works."""
+def folder_findings(has_gpu: bool) -> Iterator[Finding]:
+    """The C compiler and Triton's cache, which only a GPU needs, and the cache of numba."""
     if has_gpu:
         compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
         if compiler is not None and shutil.which(compiler) is not None:
@@ -26,10 +26,9 @@ def folder_findings(has_gpu: bool, has_numba: bool = True) -> Iterator[Finding]:
         yield cache_finding(
             "Triton cache", triton_cache(), "TRITON_CACHE_DIR", "every process compiles all GPU kernels anew"
         )
-    if has_numba:
-        yield cache_finding(
-            "numba cache", numba_cache(), "NUMBA_CACHE_DIR", "every process compiles the CPU codec anew"
-        )
+    yield cache_finding(
+        "numba cache", numba_cache(), "NUMBA_CACHE_DIR", "every process compiles the CPU codec anew"
+    )
 
 
 def triton_cache() -> Path:

@@ -9,15 +9,16 @@ has been written: three tensors for qkv_proj. With tensor parallelism each rank 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuzip.kernels.packed_linear.held import hold
-from neuzip.runtime.serving import EngineRefusal
-from neuzip.runtime.weights import PackedWeight
+from neuzip.runtime.residency import WORTH
+from neuzip.runtime.serving import STEPS, EngineRefusal
+from neuzip.runtime.weights import CompressedWeight, GridWeight, PackedWeight
 
 
 class ArrivingWeight:
@@ -32,6 +33,7 @@ class ArrivingWeight:
         self._layer, self._loader, self._attributes, self._exact = layer, loader, attributes, exact
         self._device = torch.empty(0).device  # SGLang makes a model with its device as torch's default
         self._dense: torch.nn.Parameter | None = None
+        self._steps: torch.nn.Parameter | None = None
         self._written = _WrittenRegions()
         self.packed: torch.nn.Parameter | None = None
         """The weight, from when all of it has come."""
@@ -47,16 +49,15 @@ class ArrivingWeight:
                 "start SGLang again, or with the residency 'dense'",
             )
         if self._dense is None:
-            self._dense = torch.nn.Parameter(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device), requires_grad=False
-            )
-            for name, value in self._attributes.items():
-                setattr(self._dense, name, value)
+            self._dense = self._filled(parameter.shape, parameter.dtype, 0)
         with self._written.into(self._dense):
             result = self._loader(self._dense, *args, **options)
+        steps = next((getattr(value, STEPS) for value in args if hasattr(value, STEPS)), None)
+        if steps is not None:
+            self._place(steps, *args, **options)
         if self._written.count == self._dense.numel():
             self._pack(self._dense.data)
-            self._dense = None
+            self._dense = self._steps = None
             self._written = _WrittenRegions()
         return result
 
@@ -68,9 +69,36 @@ class ArrivingWeight:
         size = int(self._layer.weight.numel())
         return size - self._written.count
 
+    def _filled(self, shape: Sequence[int], dtype: torch.dtype, value: float) -> torch.nn.Parameter:
+        """A parameter of one value, with the attributes that SGLang's loader looks at."""
+        filled = torch.full(tuple(shape), value, dtype=dtype, device=self._device)
+        parameter = torch.nn.Parameter(filled, requires_grad=False)
+        for name, attribute in self._attributes.items():
+            setattr(parameter, name, attribute)
+        return parameter
+
+    def _place(self, steps: torch.Tensor, loaded: torch.Tensor, *args: Any, **options: Any) -> None:
+        """Put the steps of a quantized tensor's rows where SGLang's loader puts the rows."""
+        assert self._dense is not None
+        if self._steps is None:
+            self._steps = self._filled(self._dense.shape, torch.float32, math.nan)
+        self._loader(self._steps, steps.to(self._device)[:, None].expand(loaded.shape), *args, **options)
+
+    def _form(self, dense: torch.Tensor) -> torch.Tensor:
+        """The weight as packed codes if its rows have steps, else as packed floats, or dense."""
+        steps = None if self._steps is None else self._steps[:, 0]
+        if steps is not None and not bool(steps.isnan().any()):
+            codes = GridWeight.of_rows(dense, steps)
+            if codes is not None:
+                return codes
+        packed = PackedWeight.of(dense, exact=self._exact)
+        return packed if packed.stored_bytes <= WORTH * dense.nbytes else dense
+
     def _pack(self, dense: torch.Tensor) -> None:
         fill_padding(self._layer, dense)
-        packed = torch.nn.Parameter(PackedWeight.of(dense, exact=self._exact), requires_grad=False)
+        if self._steps is not None:
+            fill_padding(self._layer, self._steps.data)
+        packed = torch.nn.Parameter(self._form(dense), requires_grad=False)
         for name, value in self._attributes.items():
             setattr(packed, name, value)
         packed.weight_loader = self  # type: ignore[attr-defined]
@@ -94,7 +122,9 @@ def finish(layer: Any) -> None:
         )
     arriving.is_closed = True
     layer.weight = arriving.packed
-    layer.register_buffer("neuzip_id", hold(layer.weight.packed), persistent=False)
+    weights = layer.weight.packed if isinstance(layer.weight, CompressedWeight) else layer.weight.data
+    layer.neuzip_held = weights
+    layer.register_buffer("neuzip_id", hold(weights), persistent=False)
 
 
 def fill_padding(layer: Any, dense: torch.Tensor) -> None:

@@ -55,6 +55,17 @@ def require_all_loaded(model: nn.Module, loaded: set[str] | None, names: set[str
         )
 
 
+def require_tensors(needed: Iterable[str], found: set[str], folder: str) -> None:
+    """Raise EngineRefusal if a checkpoint lacks tensors that the model was filled with at its start."""
+    missing = sorted(set(needed) - found)
+    if missing:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise EngineRefusal(
+            f"{folder} lacks {', '.join(missing[:SHOWN])}{more}, which the running model has",
+            "the engine keeps its weights; give a folder of the same tensors, or start vLLM again",
+        )
+
+
 def _incomplete_layers(model: nn.Module) -> Iterator[str]:
     """The packed layers that wait for values."""
     for prefix, layer in model.named_modules():

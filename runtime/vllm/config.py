@@ -73,7 +73,12 @@ class VllmConfigOfNeuzip(QuantizationConfig):
             return self._options
         from vllm.config import get_current_vllm_config
 
-        additional = get_current_vllm_config().additional_config
+        config = get_current_vllm_config()
+        if self.is_compressed:
+            from neuzip.runtime.vllm.loader import require_loader
+
+            require_loader(config.load_config.load_format)
+        additional = config.additional_config
         neuzip_options = additional.get(SECTION) if isinstance(additional, dict) else None
         self._options = serving_options(neuzip_options, self.entry, is_compressed=self.is_compressed)
         return self._options

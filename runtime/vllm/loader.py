@@ -18,6 +18,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.platforms import current_platform
 
@@ -29,6 +30,22 @@ if TYPE_CHECKING:
     from neuzip.compress.sources.folder import FolderSource
 
 logger = init_logger("vllm.neuzip")
+
+NAMES = "neuzip_tensors"
+"""The attribute of a model with the names of the tensors that it was filled with."""
+
+
+def require_loader(load_format: str) -> None:
+    """Raise EngineRefusal for a load format that reads a compressed folder without our loader.
+
+    It would take the streams of compressed tensors for tensors.
+    """
+    loader = model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format)
+    if loader not in (NeuzipModelLoader, DummyModelLoader):
+        raise EngineRefusal(
+            f"neuzip: the load format {load_format!r} cannot read a compressed folder",
+            "leave out `--load-format`, or restore the folder with `neuzip decompress`",
+        )
 
 
 def install() -> None:
@@ -86,6 +103,7 @@ class NeuzipModelLoader(DefaultModelLoader):
         from neuzip.runtime.vllm.completeness import require_all_loaded
 
         require_all_loaded(model, loaded_weights, self._names)
+        setattr(model, NAMES, frozenset(self._names))
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and values of all tensors of a checkpoint. Raises EngineRefusal if `model` is packed already.
@@ -94,7 +112,26 @@ class NeuzipModelLoader(DefaultModelLoader):
         """
         require_unpacked(model)
         self._config = model_config.hf_config
+        if (names := getattr(model, NAMES, None)) is not None:
+            self._require_tensors(names, model_config, model)
         return super().get_all_weights(model_config, model)
+
+    def _require_tensors(self, names: frozenset[str], model_config: Any, model: nn.Module) -> None:
+        """Raise EngineRefusal if a checkpoint to reload lacks tensors that the first one had."""
+        from neuzip.runtime.vllm.completeness import require_tensors
+        from neuzip.runtime.weight_files import tensor_names
+
+        if getattr(model, "secondary_weights", ()):
+            return  # whose names have prefixes
+        _, files, is_safetensors, *_ = self._prepare_weights(
+            model_config.model,
+            None,
+            model_config.revision,
+            getattr(model, "fall_back_to_pt_during_load", True),
+            getattr(model, "allow_patterns_overrides", None),
+        )
+        if is_safetensors:
+            require_tensors(names, tensor_names(files), model_config.model)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         from neuzip.runtime.weight_files import is_container_file
@@ -153,9 +190,13 @@ def memory_of(model: nn.Module) -> str:
         packed += [weight] if (weight := getattr(layer, "neuzip_packed", None)) is not None else []
     if not packed:
         return "the weights are dense"
+    codes = sum(hasattr(weight, "row_steps") for weight in packed)
+    kept = f", {codes} of them as the codes of quantized weights" if codes else ""
     dense = sum(weight.shape[0] * weight.shape[1] * weight.dtype.itemsize for weight in packed)
     nbytes = sum(weight.nbytes for weight in packed)
-    return f"{len(packed)} weights are packed, in {nbytes / 1e6:,.1f} MB instead of {dense / 1e6:,.1f} MB"
+    return (
+        f"{len(packed)} weights are packed, in {nbytes / 1e6:,.1f} MB instead of {dense / 1e6:,.1f} MB{kept}"
+    )
 
 
 def _device() -> torch.device:

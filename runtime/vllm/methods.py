@@ -12,6 +12,8 @@ the host that the launch before did not: vLLM runs every batch size once before 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -26,10 +28,16 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
+from neuzip.kernels.grid_linear import pack_rows
+from neuzip.kernels.grid_linear.tensor import ARRAYS as CODE_ARRAYS
+from neuzip.kernels.grid_linear.tensor import GridTensor
 from neuzip.kernels.packed_linear import ops
-from neuzip.kernels.packed_linear.held import held, hold
-from neuzip.kernels.packed_linear.tensor import ARRAYS
+from neuzip.kernels.packed_linear.held import HeldWeights, decoded, held, hold
+from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
+from neuzip.runtime.residency import WORTH
+from neuzip.runtime.serving import STEPS
 from neuzip.runtime.vllm.reloading import require_unpacked
+from neuzip.runtime.weights.grid import WORTH as WORTH_OF_CODES
 
 Layer = Any
 """A module of vLLM, with the attributes that PackedWeightMethod describes."""
@@ -40,7 +48,8 @@ class PackedWeightMethod(LinearMethodBase):
 
     Attributes that the layer gets:
 
-    neuzip_packed  the PackedTensor, None until all of the weight has come
+    neuzip_packed  the weight in a form of `held_form`, None until all of it has come
+    neuzip_steps   fp32 [out, in]: the steps of rows of quantized tensors while those come, NaN for others
     neuzip_id      its number in `held`, int64 [1] on the CPU: a buffer, so an input of compiled graphs
     neuzip_tied    the embedding that shares its weight with this LM head, in a tuple, or None
     """
@@ -72,12 +81,12 @@ class PackedWeightMethod(LinearMethodBase):
             data=torch.empty(rows, input_size_per_partition, dtype=params_dtype, device="meta"),
             input_dim=1,
             output_dim=0,
-            weight_loader=attributes.pop("weight_loader"),
+            weight_loader=with_steps(attributes.pop("weight_loader"), layer),
         )
         set_weight_attrs(weight, attributes)
         layer.register_parameter("weight", weight)
         layer.neuzip_columns, layer.neuzip_dtype = input_size_per_partition, params_dtype
-        layer.neuzip_packed = layer.neuzip_tied = None
+        layer.neuzip_packed = layer.neuzip_tied = layer.neuzip_steps = None
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Layer) -> None:
@@ -87,12 +96,15 @@ class PackedWeightMethod(LinearMethodBase):
                 require_unpacked(layer)
             return
         dense = with_padding(layer.weight.data, layer.neuzip_rows)
+        steps, layer.neuzip_steps = layer.neuzip_steps, None
+        if steps is not None:
+            steps = with_padding(steps[:, :1], layer.neuzip_rows)[:, 0]
         del layer.weight
         with torch.device("cpu"):  # vLLM loads weights where a GPU is the default device
-            packed = ops.pack(dense.contiguous())
+            packed = held_form(dense.contiguous(), steps)
         layer.neuzip_packed = packed
         layer.register_buffer("neuzip_id", hold(packed), persistent=False)
-        for name, array in zip(ARRAYS, packed.arrays, strict=True):
+        for name, array in arrays_of(packed):
             # vLLM's LoRA layers ask a layer without `weight` for the device of its `weight_packed`.
             parameter = "weight_packed" if name == "words" else f"weight_{name}"
             layer.register_parameter(parameter, torch.nn.Parameter(array, requires_grad=False))
@@ -129,7 +141,54 @@ class PackedWeightMethod(LinearMethodBase):
 
     def dequantize_weight(self, layer: Layer) -> torch.Tensor:
         """The dense weight [out, in], for those of vLLM's layers that compute with it in other ways."""
-        return ops.decode(layer.neuzip_packed)
+        return decoded(layer.neuzip_packed)
+
+
+def held_form(dense: torch.Tensor, steps: torch.Tensor | None) -> HeldWeights:
+    """A weight [out, in] as packed codes if rows have steps, fp32 [out], else as packed floats, or dense.
+
+    It is dense where no packed form pays: quantized weights have many zeros, and each is an escape of floats.
+    """
+    if steps is not None and not bool(steps.isnan().any()):
+        codes = pack_rows(dense, steps)
+        if codes.nbytes <= WORTH_OF_CODES * dense.nbytes:
+            return codes
+    packed = ops.pack(dense)
+    return packed if packed.nbytes <= WORTH * dense.nbytes else dense
+
+
+def arrays_of(weights: HeldWeights) -> list[tuple[str, torch.Tensor]]:
+    """The arrays of a weight with their names."""
+    if isinstance(weights, PackedTensor):
+        return [*zip(ARRAYS, weights.arrays, strict=True)]
+    return (
+        [*zip(CODE_ARRAYS, weights.arrays, strict=True)]
+        if isinstance(weights, GridTensor)
+        else [("words", weights)]
+    )
+
+
+def with_steps(loader: Callable[..., Any], layer: Layer) -> Callable[..., Any]:
+    """vLLM's loader of a weight, which also puts the steps of quantized tensors where their rows go.
+
+    The loader itself places them, in a matrix of steps: so they are cut and fused as the weights are.
+    """
+
+    @wraps(loader)
+    def load(param: Any, loaded_weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        result = loader(param, loaded_weight, *args, **options)
+        steps = getattr(loaded_weight, STEPS, None)
+        if steps is None or param.device.type == "meta":  # where vLLM only counts values
+            return result
+        if layer.neuzip_steps is None:
+            layer.neuzip_steps = torch.full(param.shape, torch.nan, dtype=torch.float32, device=param.device)
+        places = ModelWeightParameter(
+            data=layer.neuzip_steps, input_dim=1, output_dim=0, weight_loader=loader
+        )
+        loader(places, steps.to(param.device)[:, None].expand(loaded_weight.shape), *args, **options)
+        return result
+
+    return load
 
 
 def with_padding(weight: torch.Tensor, rows: int) -> torch.Tensor:
@@ -147,7 +206,7 @@ def _cpu_linear(
 ) -> torch.Tensor:
     """The product that vLLM's unquantized method computes on a CPU, which prepares a weight for it first."""
     layer: Layer = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(ops.decode(held(weight_id)), requires_grad=False)
+    layer.weight = torch.nn.Parameter(decoded(held(weight_id)), requires_grad=False)
     layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     y: torch.Tensor = layer.cpu_linear(x, layer.weight, layer.bias)

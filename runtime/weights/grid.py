@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neuzip.kernels.grid import Grid
-from neuzip.kernels.grid_linear import GridTensor, ops, pack
+from neuzip.kernels.grid_linear import GridTensor, ops, pack, pack_rows
 from neuzip.kernels.grid_linear.tensor import ARRAYS
 from neuzip.runtime.weights.base import CompressedWeight, WeightUse
 
@@ -48,6 +48,12 @@ class GridWeight(CompressedWeight):
     def if_worthwhile(cls, dense: Tensor, grid: Grid) -> GridWeight | None:
         """Pack a weight; None if its codes are so large that it would not be small."""
         weight = cls.of(dense, grid)
+        return weight if weight.stored_bytes <= WORTH * dense.nbytes else None
+
+    @classmethod
+    def of_rows(cls, dense: Tensor, steps: Tensor) -> GridWeight | None:
+        """Pack a weight whose rows have the steps `steps`, fp32 [out]; None if it would not be small."""
+        weight = cls._of(pack_rows(dense.contiguous(), steps), False)
         return weight if weight.stored_bytes <= WORTH * dense.nbytes else None
 
     @classmethod

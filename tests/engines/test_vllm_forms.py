@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from vllm_models import SIZES, compressed, untied, with_config, with_tensors
+from vllm_models import SIZES, compressed, quantized, untied, with_config, with_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "support"))
@@ -37,7 +37,9 @@ def layers(model):
     for name, layer in model.named_modules():
         packed = getattr(layer, "neuzip_packed", None)
         if packed is not None:
-            found[name] = [*packed.shape, packed.escapes.numel(), packed.turn_index.numel() > 0]
+            found[name] = {"shape": list(packed.shape), "width": getattr(packed, "width", None)}
+            if hasattr(packed, "turn_index"):
+                found[name] |= {"escapes": packed.escapes.numel(), "turns": packed.turn_index.numel()}
     return found
 
 for folder, options in json.loads(sys.argv[1]):
@@ -114,10 +116,10 @@ def test_tied_embeddings_and_what_config_json_says(tied: Path, tmp_path: Path) -
     assert dense["tokens"] == by_file["tokens"] == original["tokens"], results
     assert dense["layers"] == {}
     # 1,000 rows and 24 copies of the last one; the LM head has none of its own.
-    *shape, escapes, has_turns = by_file["layers"]["model.embed_tokens"]
-    assert shape == [1024, 256] and escapes < 100 and has_turns
+    embedding = by_file["layers"]["model.embed_tokens"]
+    assert embedding["shape"] == [1024, 256] and embedding["escapes"] < 100 and embedding["turns"]
     assert "lm_head" not in by_file["layers"]
-    assert by_file["layers"]["model.layers.0.self_attn.qkv_proj"][:2] == [512, 256]
+    assert by_file["layers"]["model.layers.0.self_attn.qkv_proj"]["shape"] == [512, 256]
     words = ["exactly", "fp8", "lm_head.weight", "dtype", "offload"]
     for word, result in zip(words, refused, strict=True):
         assert word in result.get("error", "no error"), results
@@ -137,3 +139,20 @@ def test_a_compressed_repository_of_the_hub_is_served(tied: Path, tmp_path: Path
             (model, {}), ("org/small", {}), ("org/small", PACKED), **environment
         )
     assert served.get("tokens") == packed.get("tokens") == original["tokens"], (served, packed)
+
+
+def test_quantized_folders_have_the_tokens_of_their_decoded_weights(tmp_path: Path) -> None:
+    """Packed weights are the codes, also of fused layers, whose parts have steps of their own."""
+    small, decoded = quantized(untied(tmp_path / "model"))
+    results, log = run(
+        (decoded, {}), (small, {}), (small, PACKED), (decoded, PACKED | {"quantization": "neuzip"}),
+        VLLM_LOGGING_LEVEL="INFO",
+    )  # fmt: skip
+    original, dense, packed, of_floats = results
+    assert dense["tokens"] == original["tokens"] and dense["layers"] == {}, results
+    assert packed.get("tokens") == of_floats.get("tokens") == original["tokens"], results
+    widths = {name: layer["width"] for name, layer in packed["layers"].items()}
+    assert set(widths) >= {"model.embed_tokens", "lm_head", "model.layers.1.self_attn.qkv_proj"}
+    assert all(width is not None and width <= 6 for width in widths.values()), widths
+    assert "as the codes of quantized weights" in log
+    assert all(layer["width"] is None for layer in of_floats["layers"].values())

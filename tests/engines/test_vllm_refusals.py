@@ -52,6 +52,7 @@ def test_refusals_say_what_is_wrong(plain: Path, packable: Path, tmp_path: Path,
         (packable, residency("dense", exact=True), ["exact", "residency 'packed'"]),
         (packable, {"additional_config": {"neuzip": {"residence": "packed"}}}, ["residence", "residency"]),
         (newer, {}, ["version 99", "update neuzip"]),
+        (packable, {"load_format": "sharded_state"}, ["sharded_state", "neuzip decompress"]),
     ]
     gemma = keys_as_values(tmp_path / "gemma")
     say(f"vLLM starts {len(cases) + 2} times, of which {len(cases)} are refused")
@@ -67,14 +68,18 @@ def test_refusals_say_what_is_wrong(plain: Path, packable: Path, tmp_path: Path,
 
 def test_dense_weights_can_be_reloaded_and_packed_ones_stay(plain: Path, packable: Path, tmp_path: Path, say):
     other = compressed(untied(tmp_path / "other", seed=5), tmp_path / "other.nz")
-    say("vLLM starts 3 times, and loads other weights into 2 of the engines")
-    (dense, packed, wanted), _ = in_other_process(
+    without = lacking(plain, tmp_path / "without", "model.layers.1.input_layernorm.weight")
+    say("vLLM starts 4 times, and loads other weights into 3 of the engines")
+    (dense, incomplete, packed, wanted), _ = in_other_process(
         {"folder": packable, "reload": other},
+        {"folder": packable, "reload": compressed(without, tmp_path / "without.nz")},
         {"folder": plain, "options": {"quantization": "neuzip"}, "reload": other},
         {"folder": other},
     )
     assert "refused" not in dense, dense["refused"]
     assert dense["reloaded"] == wanted["tokens"] != dense["tokens"]
+    assert "lacks model.layers.1.input_layernorm.weight" in incomplete["refused"]
+    assert incomplete["reloaded"] == incomplete["tokens"] == dense["tokens"]
     assert "packed weights cannot be reloaded" in packed["refused"]
     assert packed["reloaded"] == packed["tokens"]
 

@@ -103,16 +103,29 @@ def with_config(folder: Path, target: Path, change: Callable[[dict[str, Any]], N
     return target
 
 
-def compressed(folder: Path, target: Path | None = None) -> Path:
+def compressed(folder: Path, target: Path | None = None, *options: str) -> Path:
     """Compress a checkpoint as a user does, in a process of its own, and return the new folder.
 
     Without a `target` it lies beside the checkpoint.
     """
     target = target or folder.with_name(f"{folder.name}.nz")
-    neuzip = Path(sys.executable).with_name("neuzip")
-    done = subprocess.run([neuzip, "compress", folder, target], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_neuzip("compress", folder, target, *options)
     return target
+
+
+def quantized(folder: Path) -> tuple[Path, Path]:
+    """A checkpoint quantized to 4.5 bits a weight, compressed, and that folder decompressed."""
+    small, plain = (folder.with_name(f"{folder.name}-{end}") for end in ("codes.nz", "decoded"))
+    compressed(folder, small, "--bits", "4.5", "--calibration", "none")
+    run_neuzip("decompress", small, plain)
+    return small, plain
+
+
+def run_neuzip(*arguments: str | Path) -> None:
+    """Run a command of neuzip in a process of its own, which has to succeed."""
+    neuzip = Path(sys.executable).with_name("neuzip")
+    done = subprocess.run([neuzip, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def windows(folder: Path) -> dict[str, list[int]]:
