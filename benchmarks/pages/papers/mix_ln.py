@@ -292,5 +292,6 @@ def table_8() -> PaperItem:
         missing="scaled initialisation, more than one seed, and the 130M model",
         note="Our models are tiny, train for 120 steps of 2 windows and have one seed. The numbers point in "
         "the paper's "
-        "direction, but one seed tests no conclusion.",
+        "direction, but one seed tests no conclusion. `--init scaled` is the other half of the table; it was "
+        "not run.",
     )  # fmt: skip
