@@ -95,7 +95,8 @@ def table_3() -> PaperItem:
         "3B: 51.61, 51.77, 51.85, 51.78.",
         note=f"{TERNARY_MODEL} Dense models were measured with a quantised KV cache, and lose more: "
         f"{cache_costs()} ({linked('all bits', 'Quality with a quantised KV cache')}). Neither the model nor "
-        "the measure is the paper's, so this row counts as not run.",
+        "the measure is the paper's, so this row counts as not run. No model of neuzip quantises queries; "
+        "`quantize_heads` would take them as it takes keys.",
     )  # fmt: skip
 
 
@@ -137,7 +138,9 @@ FIGURE_5 = PaperItem(
 FIGURE_6 = PaperItem(
     "Figure 6", "Training losses by 4-bit quantiser: FP4 E1M2 and E2M1, INT4 absmax and absmean",
     "E2M1 and INT4 with absmean are better than E1M2 and INT4 with absmax.",
-    note=TERNARY_MODEL,
+    note="`neuzip.kernels.quantizers` has all four. By equations (8) and (9), E1M2 has equal steps: the grid "
+    "of INT4 "
+    f"with absmax. {TERNARY_MODEL}",
 )  # fmt: skip
 
 TABLE_5 = PaperItem(
