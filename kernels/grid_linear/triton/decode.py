@@ -121,7 +121,7 @@ def _decode_rows(
                 mine &= (place >= 0) & (place < count)
             else:
                 mine &= (row == n % 16) & known
-            tl.store(dense + place.to(tl.int64) * K + k, (entries[i] >> 16).to(tl.int16), mask=mine)
+            tl.store(dense + tl.cast(place, tl.int64) * K + k, (entries[i] >> 16).to(tl.int16), mask=mine)
         first += STEP * BATCH
 
 
