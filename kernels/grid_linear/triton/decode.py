@@ -121,7 +121,8 @@ def _decode_rows(
                 mine &= (place >= 0) & (place < count)
             else:
                 mine &= (row == n % 16) & known
-            tl.store(dense + place.to(tl.int64) * K + k, (entries[i] >> 16).to(tl.int16), mask=mine)
+            weight = tl.cast(entries[i] >> 16, tl.int16)
+            tl.store(dense + tl.cast(place, tl.int64) * K + k, weight, mask=mine)
         first += STEP * BATCH
 
 
