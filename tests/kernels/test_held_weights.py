@@ -13,6 +13,7 @@ from bits import same_bits
 from neuzip.kernels.experts.gate import Gate
 from neuzip.kernels.experts.held import HeldExperts, hold_experts
 from neuzip.kernels.experts.ops import packed_experts
+from neuzip.kernels.grid_linear import pack_rows
 from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.held import held, hold
 from neuzip.kernels.packed_linear.tensor import PackedTensor
@@ -136,3 +137,21 @@ def test_held_experts_in_a_cuda_graph() -> None:
                 own.copy_(other)
             graph.replay()
             assert same_bits(y, packed_experts(x, ids, shares, layer.gate_up, layer.down, experts))
+
+
+@pytest.mark.parametrize("form", ["codes", "dense"])
+def test_a_number_may_name_codes_or_a_dense_matrix(form: str) -> None:
+    """Two grids in one matrix, as the parts of a fused layer have them."""
+    generator = torch.Generator().manual_seed(4)
+    steps = torch.tensor([0.004] * 30 + [0.0071] * 11)
+    codes = torch.randint(-7, 8, (41, 96), generator=generator)
+    weight = (codes * steps[:, None]).bfloat16()
+    weights = pack_rows(weight, steps) if form == "codes" else weight
+    number, x = hold(weights), torch.randn(3, 96, generator=generator).bfloat16()
+    assert same_bits(torch.ops.neuzip.held_decode(x, number, 41), weight)
+    ids = torch.tensor([40, 0])
+    rows = torch.ops.neuzip.held_rows(ids, number, 96, torch.bfloat16)
+    assert same_bits(rows, weight[ids])
+    exact = x.double() @ weight.double().T
+    error = (torch.ops.neuzip.held_linear(x, None, number, 41).double() - exact).abs()
+    assert (error <= 2.0**-8 * exact.abs() + 2.0**-18 * (x.double().abs() @ weight.double().abs().T)).all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +65,19 @@ def test_packages_that_cannot_be_imported_are_problems(message: str, monkeypatch
     assert finding.text == f"ImportError: {message}".removesuffix(": ")
     assert finding.hint.startswith('install it again: pip uninstall numba, then pip install "numba')
     assert not {"folders", "results"} & {found.topic for found in report.findings}
+
+
+def test_the_report_comes_without_numba(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.modules["numba"] = sys.modules["llvmlite"] = None
+from neuzip.installation import check_installation
+report = check_installation()
+print(sorted({finding.topic for finding in report.findings}))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[0] == "['engines', 'packages']", done.stderr
 
 
 def test_a_needed_package_is_a_problem_and_another_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
