@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuzip.kernels.packed_linear.held import hold
 from neuzip.runtime.residency import WORTH
 from neuzip.runtime.serving import STEPS, EngineRefusal
-from neuzip.runtime.weights import CompressedWeight, GridWeight, PackedWeight
+from neuzip.runtime.weights import GridWeight, PackedWeight
 
 
 class ArrivingWeight:
@@ -122,7 +122,9 @@ def finish(layer: Any) -> None:
         )
     arriving.is_closed = True
     layer.weight = arriving.packed
-    weights = layer.weight.packed if isinstance(layer.weight, CompressedWeight) else layer.weight.data
+    weights = (
+        layer.weight.packed if isinstance(layer.weight, PackedWeight | GridWeight) else layer.weight.data
+    )
     layer.neuzip_held = weights
     layer.register_buffer("neuzip_id", hold(weights), persistent=False)
 
