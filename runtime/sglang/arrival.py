@@ -122,7 +122,9 @@ def finish(layer: Any) -> None:
         )
     arriving.is_closed = True
     layer.weight = arriving.packed
-    weights = layer.weight.packed if isinstance(layer.weight, PackedWeight | GridWeight) else layer.weight.data
+    weights = (
+        layer.weight.packed if isinstance(layer.weight, PackedWeight | GridWeight) else layer.weight.data
+    )
     layer.neuzip_held = weights
     layer.register_buffer("neuzip_id", hold(weights), persistent=False)
 

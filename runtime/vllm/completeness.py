@@ -55,9 +55,9 @@ def require_all_loaded(model: nn.Module, loaded: set[str] | None, names: set[str
         )
 
 
-def require_tensors(needed: Iterable[str], found: set[str], folder: str) -> None:
+def require_tensors(needed: Iterable[str], names: set[str], folder: str) -> None:
     """Raise EngineRefusal if a checkpoint lacks tensors that the model was filled with at its start."""
-    missing = sorted(set(needed) - found)
+    missing = sorted(set(needed) - names)
     if missing:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise EngineRefusal(
