@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from neuzip.choices import KvForm
 from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
-from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.hf.static_cache import TokenPositions
 
 GROWTH = 256
@@ -21,17 +23,40 @@ BY_A_KERNEL = "by a kernel that reads the packed form"
 DEQUANTISED = "dequantised, then the model's own attention"
 
 
+@dataclass(frozen=True)
+class HeadForm:
+    """How the numbers of heads are made codes: see kernels/kv_cache.
+
+    key_group, value_group  numbers of a rotated head that share a scale; None: the plain form of BitNet a4.8
+    whole                   tokens at the begin of each text that are kept as they are
+    still_wavelength        tokens in which a channel of keys turns once, from which on the mean of the whole
+                            tokens is subtracted from it; infinity: from none
+    """
+
+    key_group: int | None
+    value_group: int | None
+    whole: int = 0
+    still_wavelength: float = math.inf
+
+
+FORMS: dict[KvForm, HeadForm] = {
+    "rotated": HeadForm(key_group=32, value_group=64, whole=4, still_wavelength=1024.0),
+    "a4.8": HeadForm(key_group=None, value_group=None),
+}
+"""The forms by their names."""
+
+
 @dataclass(eq=False)
 class CacheFormat:
     """How keys and values are kept and read: what a cache and its layers have in common.
 
+    heads         how numbers are made codes
     first         int64 [B], the first token of each prompt; None: token 0
     reads_packed  whether attention now takes what is packed, and `how` it is read, in words
     """
 
     bits: int
-    span: Range
-    scale_dtype: torch.dtype
+    heads: HeadForm
     first: Tensor | None
     reads_packed: bool = False
     how: str = DEQUANTISED
@@ -43,6 +68,14 @@ class CacheFormat:
         if batch % self.first.shape[0]:
             raise ValueError(f"{batch} texts, and a mask of {self.first.shape[0]}")
         return self.first.repeat_interleave(batch // self.first.shape[0])
+
+    def allocate(self, states: Tensor, tokens: int, group: int | None, still: Tensor | None) -> Heads:
+        """Memory for so many tokens like `states` [B, H, T, width]; for the others see `kernels.empty`."""
+        batch, heads, _, width = states.shape
+        return kernels.empty(
+            (batch, heads, tokens, width), self.bits,
+            group=group, whole=self.heads.whole, still=still, dtype=states.dtype, device=states.device,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +106,19 @@ class PackedStates:
 class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, [B, H, tokens, width], in few bits; it grows by GROWTH tokens.
 
-    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do.
+    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do. `still`
+    gives the channels of keys, of some width, that positions do not turn: `rotary.still_channels`.
     """
 
     is_compileable = False
     is_croppable = True
     max_length = -1
 
-    def __init__(self, form: CacheFormat, window: int | None = None) -> None:
+    def __init__(
+        self, form: CacheFormat, window: int | None = None, still: Callable[[int], Tensor] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.form, self.window = form, window
+        self.form, self.window, self.still = form, window, still
         self.is_sliding = window is not None
         self.record_past = False
         self.key_heads: Heads | None = None
@@ -96,7 +132,12 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, with memory for later tokens."""
-        return sum(heads.nbytes for heads in (self.key_heads, self.value_heads) if heads is not None)
+        return sum(heads.nbytes for heads in self.heads)
+
+    @property
+    def heads(self) -> tuple[Heads, ...]:
+        """Keys and values as they are stored; none before the first token."""
+        return tuple(heads for heads in (self.key_heads, self.value_heads) if heads is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Know shapes, dtype and device from the first states, [B, H, T, width]."""
@@ -105,9 +146,10 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.first = self.form.first_tokens(self.batch_size).to(self.device)
         self.last_first = int(self.first.max()) if self.first.numel() else 0
         tokens = max(self.max_length, 0)
-        self.key_heads, self.value_heads = (
-            self._allocate(states, tokens) for states in (key_states, value_states)
-        )
+        form = self.form.heads
+        still = None if self.still is None else self.still(key_states.shape[3])
+        self.key_heads = self.form.allocate(key_states, tokens, form.key_group, still)
+        self.value_heads = self.form.allocate(value_states, tokens, form.value_group, None)
         self.is_initialized = True
 
     def update(  # type: ignore[override]
@@ -119,7 +161,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         tokens = key_states.shape[2]
         self._reserve(key_states, value_states)
         begin = self.end
-        self._store(key_states, value_states, begin, self.gone + begin <= self.last_first)
+        with_first = self.gone + begin < self.last_first + max(1, self.form.heads.whole)
+        self._store(key_states, value_states, begin, with_first)
         self.end += tokens
         visible = self.start if self.window is None else max(self.start, begin - self.window + 1)
         shown = self._shown(visible, self.end, self.end - visible, packed=tokens == 1)
@@ -144,14 +187,6 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys, values = states
         return (keys, values) if packed and self.form.reads_packed else (keys.dense(), values.dense())
 
-    def _allocate(self, states: Tensor, tokens: int) -> Heads:
-        batch, heads, _, width = states.shape
-        form = self.form
-        return kernels.empty(
-            (batch, heads, tokens, width), form.bits,
-            span=form.span, scale_dtype=form.scale_dtype, device=states.device,
-        )  # fmt: skip
-
     def _reserve(self, keys: Tensor, values: Tensor) -> None:
         """Move what is still there to larger memory, if the new tokens do not fit into this one."""
         assert self.key_heads is not None and self.value_heads is not None
@@ -162,7 +197,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         wanted = -(-(live + tokens) // GROWTH) * GROWTH
         moved = []
         for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            larger = self._allocate(states, wanted)
+            larger = self.form.allocate(states, wanted, heads.group, heads.still)
             larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
             moved.append(larger)
         self.key_heads, self.value_heads = moved
@@ -244,8 +279,14 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
     is_compileable = True  # or a mask would be left out that hides the rest of the memory
     is_croppable = False
 
-    def __init__(self, form: CacheFormat, max_length: int, places: TokenPositions | None = None) -> None:
-        super().__init__(form)
+    def __init__(
+        self,
+        form: CacheFormat,
+        max_length: int,
+        places: TokenPositions | None = None,
+        still: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        super().__init__(form, still=still)
         self.max_length, self.places = max_length, places
         self.length: Tensor | None = None
 
