@@ -13,9 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.floats import rounded, widened
+from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.groups import NAN_BYTE, SCALE_UNIT, scale_of_byte, turn_width, turned
 from neuzip.kernels.quantizers import plane_widths, words
+from neuzip.kernels.quantizers.kv_groups import COVER
 from neuzip.kernels.tuning import launch_for
 
 TO_INTEGER = tl.constexpr(1.5 * 2**23)
@@ -33,10 +36,15 @@ def padded(width: int) -> int:
     return max(NARROWEST, 1 << (width - 1).bit_length())
 
 
+def scales_are_together(heads: Heads) -> bool:
+    """Whether the scales of a head's tokens lie side by side, those of a token first."""
+    return heads.scale.stride()[2:] == (heads.scale.shape[3], 1)
+
+
 def store(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
     """`kv_cache.store` on a GPU, in one launch if all `heads` have one layout.
 
-    Raises ValueError for shapes and strides that do not fit.
+    Raises ValueError for shapes and strides that do not fit, and for groups that are no power of two.
     """
     for one, x in zip(heads, states, strict=True):
         _check(one, x)
@@ -52,14 +60,17 @@ def _check(heads: Heads, x: Tensor) -> None:
     batch, count, tokens, width = x.shape
     if (*heads.words.shape[:2], heads.width) != (batch, count, width) or tokens > heads.capacity:
         raise ValueError(f"{tuple(x.shape)} does not fit into the room {tuple(heads.words.shape)}")
-    if x.stride(3) != 1 or heads.words.stride(3) != 1 or heads.scale.stride(2) != 1:
+    if x.stride(3) != 1 or heads.words.stride(3) != 1 or not scales_are_together(heads):
         raise ValueError("the numbers of a head, its words and the scales of its tokens lie side by side")
+    if heads.group is not None and heads.group & (heads.group - 1):
+        raise ValueError(f"the kernel stores groups of a power of two of numbers, not of {heads.group}")
 
 
 def _layout(heads: Heads) -> tuple[object, ...]:
     """What has to be the same for heads that a launch takes together."""
-    tensors = heads.words, heads.scale, heads.low, heads.first_bits
-    return heads.width, heads.bits, *((t.shape, t.stride(), t.dtype) for t in tensors if t is not None)
+    tensors = heads.words, heads.scale, heads.zero, heads.first_bits, heads.first
+    of_tensors = ((t.shape, t.stride(), t.dtype) for t in tensors if t is not None)
+    return heads.width, heads.bits, heads.group, *of_tensors
 
 
 def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
@@ -69,17 +80,23 @@ def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, 
         return
     columns = padded(width)
     rows = min(1 << (tokens - 1).bit_length(), max(1, NUMBERS // columns))
+    centers = [h.center for h in heads if h.center is not None]
     launch(
         _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
         tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
-        tuple(h.low for h in heads), tuple(h.first_bits for h in heads), first, at,
+        tuple(h.zero for h in heads), tuple(h.first_bits for h in heads), tuple(h.first for h in heads),
+        centers[0] if centers else None, first, at,
         tokens, one.capacity, width, count, tuple(x.stride()[:3] for x in states),
         *one.words.stride()[:3], *one.scale.stride()[:2],
         *(one.first_bits.stride()[:2] if one.first_bits is not None else (0, 0)),
+        *(one.first.stride()[:3] if one.first is not None else (0, 0, 0)),
+        *(centers[0].stride()[:2] if centers else (0, 0)),
         AT_IS_POINTER=isinstance(at, Tensor), BITS=one.bits, WIDTHS=plane_widths(one.bits),
         COUNTS=tuple(words(width, w) for w in plane_widths(one.bits)), FIRST_COUNT=words(width, 1),
+        GROUPS=one.scale.shape[3], GROUP=min(columns, one.group or columns), COVER=COVER[one.bits],
+        WHOLE=one.whole, CENTERED=tuple(h.center is not None for h in heads), TURN=turn_width(one),
         ROWS=rows, COLUMNS=columns, **launch_for("kv_cache.store", first.device, numbers=rows * columns),
-        enable_fp_fusion=False, pdl=True, device=first.device,
+        COMPILED=is_compiled(_store_kernel), enable_fp_fusion=False, pdl=True, device=first.device,
     )  # fmt: skip
 
 
@@ -125,74 +142,158 @@ def _store_plane(
     tl.store(rows + offs[None, :], words, mask=mask[:, None] & (offs < COUNT)[None, :])
 
 
+@triton.jit
+def _plain_codes(x, real, steps, KIND: tl.constexpr):
+    """Codes of rows of x and their scales [ROWS]: `quantizers.quantize_heads`."""
+    nan = tl.max(tl.where(x != x, 1, 0), 1) > 0  # a maximum passes over NaN
+    peak = tl.where(nan, float("nan"), tl.max(tl.abs(x), 1))
+    scale = _stored_scale(tl.div_rn(peak, steps * 0.5), KIND)
+    low = -scale * (steps * 0.5)
+    y = tl.div_rn(x - low[:, None], tl.where(scale == 0, 1.0, scale)[:, None] + tl.zeros_like(x))
+    y = tl.where((scale == 0)[:, None] | (y != y), 0.0, y)
+    y = tl.minimum(tl.maximum(y, 0.0), steps[:, None])
+    codes = ((y + TO_INTEGER) - TO_INTEGER).to(tl.int32)
+    return tl.where(real[None, :], codes, 0), scale
+
+
+@triton.jit
+def _group_codes(
+    x, real, BITS: tl.constexpr, COVER: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes of rows of x, scale bytes and zero points [ROWS, groups]: `quantizers.quantize_groups`."""
+    STEPS: tl.constexpr = (1 << BITS) - 1
+    parts = tl.reshape(x, [ROWS, COLUMNS // GROUP, GROUP])
+    there = tl.reshape(real[None, :] & (tl.zeros([ROWS, COLUMNS], tl.int32) == 0), parts.shape)
+    nan = tl.max(tl.where(parts != parts, 1, 0), 2) > 0
+    least = tl.min(tl.where(there, parts, float("inf")), 2)
+    most = tl.max(tl.where(there, parts, float("-inf")), 2)
+    middle = (least + most) * 0.5
+    half = tl.maximum((most - least) * 0.5, tl.abs(middle) * 0.5)
+    wanted = tl.where(nan, float("nan"), half * (2 * COVER / STEPS))
+    byte = ((wanted.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - SCALE_UNIT
+    byte = tl.where(wanted == 0, 0, tl.minimum(tl.maximum(byte, 1), NAN_BYTE))
+    byte = tl.where(tl.abs(wanted) < float("inf"), byte, NAN_BYTE)
+    usable = (byte != 0) & (byte != NAN_BYTE)
+    divisor = tl.where(usable, scale_of_byte(byte), 1.0)
+    zero = tl.div_rn(middle, divisor) * 2.0 ** (7 - BITS)
+    zero = tl.minimum(tl.maximum((zero + TO_INTEGER) - TO_INTEGER, -128.0), 127.0)
+    zero = tl.where(usable, zero, 0.0)
+    point = STEPS / 2 - zero * 2.0 ** (BITS - 7)
+    y = tl.div_rn(parts, divisor[:, :, None] + tl.zeros_like(parts)) + point[:, :, None]
+    y = tl.minimum(tl.maximum(y, 0.0), STEPS * 1.0)
+    codes = ((y + TO_INTEGER) - TO_INTEGER).to(tl.int32)
+    codes = tl.where(usable[:, :, None] & there, codes, 0)
+    return tl.reshape(codes, [ROWS, COLUMNS]), byte, zero.to(tl.int32)
+
+
+@triton.jit
+def _center(
+    x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, place, tokens, columns, real,
+    WHOLE: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The mean of all whole tokens but the first, fp32 [COLUMNS]; `place` is where in x the first lies.
+
+    Those that are in x are taken from there, for another program may write them at this time.
+    """
+    if (place < tokens) & (place + WHOLE > 0):
+        total = tl.zeros(columns.shape, tl.float32)
+        for i in tl.static_range(1, WHOLE):
+            its = place + i
+            inside = (its >= 0) & (its < tokens)
+            new = tl.load(x_ptr + its * stride_xt + columns, mask=real & inside, other=0.0)
+            new = widened(rounded(widened(new), whole_ptr.dtype.element_ty, COMPILED))
+            old = tl.load(whole_ptr + i * stride_kt + columns, mask=real & (inside == 0), other=0.0)
+            total += tl.where(inside, new, widened(old))
+        center = total * (1 / max(1, WHOLE - 1))
+        if tl.program_id(0) == 0:
+            tl.store(center_ptr + columns, center, mask=real)
+    else:
+        center = tl.load(center_ptr + columns, mask=real, other=0.0)
+    return center
+
+
 @triton.jit(do_not_specialize=["at_ptr", "tokens", "capacity"])
 def _store_kernel(
-    xs, words_ptrs, scale_ptrs, low_ptrs, first_bits_ptrs, first_ptr, at_ptr,
+    xs, words_ptrs, scale_ptrs, zero_ptrs, first_bits_ptrs, whole_ptrs, center_ptr, first_ptr, at_ptr,
     tokens, capacity, width, heads, x_strides, stride_wb, stride_wh, stride_wt,
-    stride_sb, stride_sh, stride_fb, stride_fh,
+    stride_sb, stride_sh, stride_fb, stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
     AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
-    FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
+    FIRST_COUNT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, COVER: tl.constexpr,
+    WHOLE: tl.constexpr, CENTERED: tl.constexpr, TURN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a head, of the first `Heads` or of those after it."""
-    KIND: tl.constexpr = scale_ptrs[0].dtype.element_ty
     if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    x_ptr, words_ptr, scale_ptr = xs[0], words_ptrs[0], scale_ptrs[0]
-    low_ptr, first_bits_ptr = low_ptrs[0], first_bits_ptrs[0]
+    x_ptr, words_ptr, scale_ptr, zero_ptr = xs[0], words_ptrs[0], scale_ptrs[0], zero_ptrs[0]
+    first_bits_ptr, whole_ptr = first_bits_ptrs[0], whole_ptrs[0]
     stride_xb, stride_xh, stride_xt = x_strides[0]
+    is_centered = (head < heads) & CENTERED[0]
     for i in tl.static_range(1, len(xs)):
         if tl.program_id(1) >= i * heads:
             head = (tl.program_id(1) - i * heads).to(tl.int64)
             x_ptr, words_ptr, scale_ptr = xs[i], words_ptrs[i], scale_ptrs[i]
             stride_xb, stride_xh, stride_xt = x_strides[i]
-            if low_ptr is not None:
-                low_ptr = low_ptrs[i]
+            is_centered = (head < heads) & CENTERED[i]
+            if zero_ptr is not None:
+                zero_ptr = zero_ptrs[i]
             if first_bits_ptr is not None:
                 first_bits_ptr = first_bits_ptrs[i]
+            if whole_ptr is not None:
+                whole_ptr = whole_ptrs[i]
     at = (tl.load(at_ptr) if AT_IS_POINTER else at_ptr).to(tl.int64)
+    first = tl.load(first_ptr + text)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     there = (rows < tokens) & (at + rows >= 0) & (at + rows < capacity)  # what does not fit is dropped
     real = columns < width
-    x = x_ptr + text * stride_xb + head * stride_xh + rows[:, None] * stride_xt + columns[None, :]
-    x = tl.load(x, mask=there[:, None] & real[None, :], other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
-
-    steps = tl.full([ROWS], (1 << BITS) - 1, tl.float32)
-    is_first = rows < 0
-    if first_bits_ptr is not None:
-        is_first = rows == tl.load(first_ptr + text) - at
-        steps = tl.where(is_first, (2 << BITS) - 1.0, steps)
-
-    nan = tl.max(tl.where(x != x, 1, 0), 1) > 0  # a maximum passes over NaN
-    if low_ptr is None:
-        peak = tl.where(nan, float("nan"), tl.max(tl.abs(x), 1))
-        scale = _stored_scale(tl.div_rn(peak, steps * 0.5), KIND)
-        low = -scale * (steps * 0.5)
-    else:
-        least = tl.min(tl.where(real[None, :], x, float("inf")), 1)
-        most = tl.max(tl.where(real[None, :], x, float("-inf")), 1)
-        low = as_stored(tl.where(nan, float("nan"), least), KIND)
-        scale = tl.div_rn(tl.where(nan, low, tl.maximum(most - low, 0.0)), steps)
-        scale = _stored_scale(scale, KIND)
-    y = tl.div_rn(x - low[:, None], tl.where(scale == 0, 1.0, scale)[:, None] + tl.zeros_like(x))
-    y = tl.where((scale == 0)[:, None] | (y != y), 0.0, y)
-    y = tl.minimum(tl.maximum(y, 0.0), steps[:, None])
-    codes = ((y + TO_INTEGER) - TO_INTEGER).to(tl.int32)
-    codes = tl.where(real[None, :], codes, 0)
-
+    x_ptr += text * stride_xb + head * stride_xh
+    x = tl.load(
+        x_ptr + rows[:, None] * stride_xt + columns[None, :], mask=there[:, None] & real[None, :], other=0.0
+    )
+    x = widened(x)  # [ROWS, COLUMNS]
     to = at + rows
+    place = to - first
+    if WHOLE > 0:
+        whole_ptr += text * stride_kb + head * stride_kh
+        tl.store(
+            whole_ptr + place[:, None] * stride_kt + columns[None, :],
+            rounded(x, whole_ptr.dtype.element_ty, COMPILED),
+            mask=(there & (place >= 0) & (place < WHOLE))[:, None] & real[None, :],
+        )  # fmt: skip
+    if center_ptr is not None:  # noqa: SIM102  (the compiler knows this, not what follows)
+        if is_centered:
+            center = _center(
+                x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr + text * stride_cb + head * stride_ch,
+                first - at, tokens, columns, real, WHOLE, COMPILED,
+            )  # fmt: skip
+            x = tl.where((place >= WHOLE)[:, None], x - center[None, :], x)
+
     words = words_ptr + text * stride_wb + head * stride_wh + to[:, None] * stride_wt  # [ROWS, 1]
+    scales = text * stride_sb + head * stride_sh + to * GROUPS
+    if zero_ptr is None:
+        KIND: tl.constexpr = scale_ptrs[0].dtype.element_ty
+        steps = tl.full([ROWS], (1 << BITS) - 1, tl.float32)
+        is_first = (place == 0) & (first_bits_ptr is not None)
+        if first_bits_ptr is not None:
+            steps = tl.where(is_first, (2 << BITS) - 1.0, steps)
+        codes, scale = _plain_codes(x, real, steps, KIND)
+        tl.store(scale_ptr + scales, scale.to(KIND), mask=there)
+        if first_bits_ptr is not None:
+            bits = first_bits_ptr + text * stride_fb + head * stride_fh + rows[:, None] * 0
+            _store_plane(bits, codes >> BITS, there & is_first, FIRST_COUNT, ROWS, COLUMNS, 1)
+    else:
+        x = turned(x, ROWS, COLUMNS, TURN)
+        codes, byte, zero = _group_codes(x, real, BITS, COVER, GROUP, ROWS, COLUMNS)
+        groups = tl.arange(0, COLUMNS // GROUP)
+        inside = there[:, None] & (groups < GROUPS)[None, :]
+        tl.store(scale_ptr + scales[:, None] + groups[None, :], byte.to(tl.uint8), mask=inside)
+        tl.store(zero_ptr + scales[:, None] + groups[None, :], zero.to(tl.int8), mask=inside)
     begin = 0
     for i in tl.static_range(len(WIDTHS)):
         field = codes >> (BITS & (WIDTHS[i] - 1))  # the planes that follow have the lower bits
         _store_plane(words + begin, field, there, COUNTS[i], ROWS, COLUMNS, WIDTHS[i])
         begin += COUNTS[i]
-    scales = text * stride_sb + head * stride_sh + to
-    tl.store(scale_ptr + scales, scale.to(KIND), mask=there)
-    if low_ptr is not None:
-        tl.store(low_ptr + scales, low.to(KIND), mask=there)
-    if first_bits_ptr is not None:
-        place = first_bits_ptr + text * stride_fb + head * stride_fh + rows[:, None] * 0
-        _store_plane(place, codes >> BITS, there & is_first, FIRST_COUNT, ROWS, COLUMNS, 1)
