@@ -22,6 +22,9 @@ Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
 KvBits = Literal[3, 4, 8]
 """Bits of a number in a quantised KV cache."""
 
+KvForm = Literal["rotated", "a4.8"]
+"""How keys and values are quantised: rotated and in groups, or as in BitNet a4.8."""
+
 Attention = Literal["recorded", "none", "8bit", "4bit"]
 """Attention precisions to run a model with; "recorded" is that of its config.json."""
 

@@ -41,6 +41,7 @@ class Heads:
     first_bits: Tensor | None
     first: Tensor | None
     center: Tensor | None
+    still: Tensor | None
     width: int
     bits: int
     group: int | None
@@ -58,7 +59,7 @@ class Heads:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, whether tokens are in them or not."""
-        held = (getattr(self, name) for name in OF_TOKENS + OF_TEXTS)
+        held = (getattr(self, name) for name in (*OF_TOKENS, *OF_TEXTS, "still"))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def tokens(self, start: int, stop: int) -> Heads:
@@ -87,7 +88,7 @@ def empty(
     *,
     group: int | None = None,
     whole: int = 0,
-    centered: bool = False,
+    still: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     scale_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
@@ -96,7 +97,8 @@ def empty(
 
     group        numbers of a rotated head that share a scale and a zero point; None is the plain form
     whole        tokens at the begin of each text that are kept as they are, in `dtype`; 0 in the plain form
-    centered     whether codes are made of numbers less the mean of those tokens, the very first left out
+    still        bool [width]: the channels of which the mean of those tokens, the very first left out, is
+                 subtracted before later tokens are rotated; None: nothing is subtracted
     scale_dtype  that of the scales of the plain form
     """
     batch, heads, tokens, width = shape
@@ -108,7 +110,7 @@ def empty(
     if group is None:
         scale = zeros(batch, heads, tokens, 1, dtype=scale_dtype)
         extra = zeros(batch, heads, words(width, 1), dtype=torch.int32) if bits == EXTRA_BIT else None
-        return Heads(packed, scale, None, extra, None, None, width, bits, None)
+        return Heads(packed, scale, None, extra, None, None, None, width, bits, None)
     groups = batch, heads, tokens, group_count(width, group)
     return Heads(
         packed,
@@ -116,7 +118,8 @@ def empty(
         zeros(*groups, dtype=torch.int8),
         None,
         zeros(batch, heads, whole, width, dtype=dtype) if whole else None,
-        zeros(batch, heads, width, dtype=torch.float32) if centered else None,
+        zeros(batch, heads, width, dtype=torch.float32) if still is not None else None,
+        None if still is None else still.to(device),
         width,
         bits,
         group,
@@ -153,7 +156,7 @@ def _keep_first(heads: Heads, x: Tensor, place: Tensor) -> None:
     where = places.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, heads.width)
     heads.first.copy_(torch.where(inside, x.gather(2, where).to(heads.first.dtype), heads.first))
     if heads.center is not None:
-        heads.center.copy_(_mean_of_later(heads.first))
+        heads.center.copy_(torch.where(heads.still, _mean_of_later(heads.first), 0))
 
 
 def _mean_of_later(first: Tensor) -> Tensor:

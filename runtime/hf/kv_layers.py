@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from neuzip.choices import KvForm
 from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
-from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.hf.static_cache import TokenPositions
 
 GROWTH = 256
 """Tokens by which a layer grows."""
+
+GROUP, WHOLE = 32, 4
+"""The form "rotated": numbers that share a scale; tokens at the begin of a text that are kept as they are."""
 
 BY_A_KERNEL = "by a kernel that reads the packed form"
 DEQUANTISED = "dequantised, then the model's own attention"
@@ -25,13 +29,13 @@ DEQUANTISED = "dequantised, then the model's own attention"
 class CacheFormat:
     """How keys and values are kept and read: what a cache and its layers have in common.
 
+    name          "rotated", or "a4.8"
     first         int64 [B], the first token of each prompt; None: token 0
     reads_packed  whether attention now takes what is packed, and `how` it is read, in words
     """
 
     bits: int
-    span: Range
-    scale_dtype: torch.dtype
+    name: KvForm
     first: Tensor | None
     reads_packed: bool = False
     how: str = DEQUANTISED
@@ -43,6 +47,21 @@ class CacheFormat:
         if batch % self.first.shape[0]:
             raise ValueError(f"{batch} texts, and a mask of {self.first.shape[0]}")
         return self.first.repeat_interleave(batch // self.first.shape[0])
+
+    def allocate(self, states: Tensor, tokens: int, still: Tensor | None) -> Heads:
+        """Memory for so many tokens like `states` [B, H, T, width]; `still`: see `kernels.empty`."""
+        batch, heads, _, width = states.shape
+        shape = batch, heads, tokens, width
+        if self.name == "a4.8":
+            return kernels.empty(shape, self.bits, device=states.device)
+        return kernels.empty(
+            shape, self.bits, group=GROUP, whole=WHOLE, still=still, dtype=states.dtype, device=states.device
+        )
+
+    @property
+    def first_count(self) -> int:
+        """How many tokens at the begin of a text are stored otherwise than those after them."""
+        return 1 if self.name == "a4.8" else WHOLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +92,19 @@ class PackedStates:
 class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, [B, H, tokens, width], in few bits; it grows by GROWTH tokens.
 
-    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do.
+    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do. `still`
+    gives the channels of keys, of some width, that positions do not turn: `rotary.still_channels`.
     """
 
     is_compileable = False
     is_croppable = True
     max_length = -1
 
-    def __init__(self, form: CacheFormat, window: int | None = None) -> None:
+    def __init__(
+        self, form: CacheFormat, window: int | None = None, still: Callable[[int], Tensor] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.form, self.window = form, window
+        self.form, self.window, self.still = form, window, still
         self.is_sliding = window is not None
         self.record_past = False
         self.key_heads: Heads | None = None
@@ -105,9 +127,9 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.first = self.form.first_tokens(self.batch_size).to(self.device)
         self.last_first = int(self.first.max()) if self.first.numel() else 0
         tokens = max(self.max_length, 0)
-        self.key_heads, self.value_heads = (
-            self._allocate(states, tokens) for states in (key_states, value_states)
-        )
+        still = None if self.still is None else self.still(key_states.shape[3])
+        self.key_heads = self.form.allocate(key_states, tokens, still)
+        self.value_heads = self.form.allocate(value_states, tokens, None)
         self.is_initialized = True
 
     def update(  # type: ignore[override]
@@ -119,7 +141,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         tokens = key_states.shape[2]
         self._reserve(key_states, value_states)
         begin = self.end
-        self._store(key_states, value_states, begin, self.gone + begin <= self.last_first)
+        with_first = self.gone + begin < self.last_first + self.form.first_count
+        self._store(key_states, value_states, begin, with_first)
         self.end += tokens
         visible = self.start if self.window is None else max(self.start, begin - self.window + 1)
         shown = self._shown(visible, self.end, self.end - visible, packed=tokens == 1)
@@ -144,14 +167,6 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys, values = states
         return (keys, values) if packed and self.form.reads_packed else (keys.dense(), values.dense())
 
-    def _allocate(self, states: Tensor, tokens: int) -> Heads:
-        batch, heads, _, width = states.shape
-        form = self.form
-        return kernels.empty(
-            (batch, heads, tokens, width), form.bits,
-            span=form.span, scale_dtype=form.scale_dtype, device=states.device,
-        )  # fmt: skip
-
     def _reserve(self, keys: Tensor, values: Tensor) -> None:
         """Move what is still there to larger memory, if the new tokens do not fit into this one."""
         assert self.key_heads is not None and self.value_heads is not None
@@ -162,7 +177,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         wanted = -(-(live + tokens) // GROWTH) * GROWTH
         moved = []
         for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            larger = self._allocate(states, wanted)
+            larger = self.form.allocate(states, wanted, heads.still)
             larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
             moved.append(larger)
         self.key_heads, self.value_heads = moved
@@ -244,8 +259,14 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
     is_compileable = True  # or a mask would be left out that hides the rest of the memory
     is_croppable = False
 
-    def __init__(self, form: CacheFormat, max_length: int, places: TokenPositions | None = None) -> None:
-        super().__init__(form)
+    def __init__(
+        self,
+        form: CacheFormat,
+        max_length: int,
+        places: TokenPositions | None = None,
+        still: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        super().__init__(form, still=still)
         self.max_length, self.places = max_length, places
         self.length: Tensor | None = None
 

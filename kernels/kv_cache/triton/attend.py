@@ -84,17 +84,8 @@ def rows_of(heads: Heads) -> tuple[Tensor | None, ...]:
 
 
 def _arguments(heads: Heads) -> tuple[Tensor | int | None, ...]:
-    return *rows_of(heads), *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads)
-
-
-def _constants(letter: str, heads: Heads) -> dict[str, Any]:
-    """What the kernel knows of keys, "K", or values, "V", when it is compiled."""
-    return {
-        f"{letter}_BITS": heads.bits, f"{letter}_WIDTHS": plane_widths(heads.bits),
-        f"{letter}_COUNTS": plane_counts(heads), f"{letter}_COLUMNS": padded(heads.width),
-        f"{letter}_FIRST": words(heads.width, 1), f"{letter}_GROUPS": heads.scale.shape[3],
-        f"{letter}_GROUP": group_width(heads),
-    }  # fmt: skip
+    strides = (*heads.words.stride()[:3], *heads.scale.stride()[:2])
+    return heads.words, heads.scale, None, heads.first_bits, *strides, *first_bit_strides(heads)
 
 
 def _multiplied(dtype: torch.dtype) -> tl.dtype:

@@ -36,9 +36,9 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     widths = plane_widths(heads.bits)
     launch(
         _load_kernel, (triton.cdiv(tokens, rows), count, batch),
-        out, *rows_of(heads), heads.first, heads.center, first, tokens, heads.width, *out.stride()[:2],
-        *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads),
-        *whole_strides(heads), *center_strides(heads),
+        out, heads.words, heads.scale, None, heads.first_bits, first, tokens, heads.width,
+        *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2],
+        *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
         BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
         FIRST_COUNT=words(heads.width, 1), GROUPS=heads.scale.shape[3], GROUP=group_width(heads),
         WHOLE=heads.whole, TURN=turn_width(heads), ROWS=rows, COLUMNS=columns,
