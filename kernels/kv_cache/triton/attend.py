@@ -19,12 +19,12 @@ from triton.language.extra import cuda
 from neuzip.kernels.device.floats import widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides
 from neuzip.kernels.kv_cache.triton.groups import group_width, scale_of_byte, turn_width, turned
 from neuzip.kernels.kv_cache.triton.shares import (
     LOG2_E,
     QUERIES,
     ShareSums,
-    first_bit_strides,
     in_base_2,
     is_bool,
     join,
@@ -84,8 +84,17 @@ def rows_of(heads: Heads) -> tuple[Tensor | None, ...]:
 
 
 def _arguments(heads: Heads) -> tuple[Tensor | int | None, ...]:
-    strides = (*heads.words.stride()[:3], *heads.scale.stride()[:2])
-    return heads.words, heads.scale, None, heads.first_bits, *strides, *first_bit_strides(heads)
+    return *rows_of(heads), *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads)
+
+
+def _constants(letter: str, heads: Heads) -> dict[str, Any]:
+    """What the kernel knows of keys, "K", or values, "V", when it is compiled."""
+    return {
+        f"{letter}_BITS": heads.bits, f"{letter}_WIDTHS": plane_widths(heads.bits),
+        f"{letter}_COUNTS": plane_counts(heads), f"{letter}_COLUMNS": padded(heads.width),
+        f"{letter}_FIRST": words(heads.width, 1), f"{letter}_GROUPS": heads.scale.shape[3],
+        f"{letter}_GROUP": group_width(heads),
+    }  # fmt: skip
 
 
 def _multiplied(dtype: torch.dtype) -> tl.dtype:

@@ -29,6 +29,7 @@ from triton.language.extra import cuda
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.device.mma_fragments import exchanged, multiply, pair_of, side_by_side, transposed, twice
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides
 from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width
 from neuzip.kernels.kv_cache.triton.mma_codes import (
     added_to_codes,
@@ -46,7 +47,6 @@ from neuzip.kernels.kv_cache.triton.mma_codes import (
 from neuzip.kernels.kv_cache.triton.shares import (
     LOG2_E,
     ShareSums,
-    first_bit_strides,
     in_base_2,
     is_bool,
     join,
@@ -120,9 +120,47 @@ def _shares(tokens: int, programs: int, device: torch.device) -> int:
     return share_count("kv_cache.attend_mma", tokens, programs, STEP, device)
 
 
-def _arguments(heads: Heads) -> tuple[Tensor | int | None, ...]:
-    strides = *heads.words.stride()[:2], *heads.scale.stride()[:2]
-    return heads.words, heads.scale, None, heads.first_bits, *strides, *first_bit_strides(heads)
+def _arguments(heads: Heads, numbers: tuple[Tensor, Tensor | None]) -> tuple[Tensor | int | None, ...]:
+    scale, zero = numbers
+    strides = *heads.words.stride()[:2], *scale.stride()[:2]
+    return heads.words, scale, zero, heads.first_bits, *strides, *first_bit_strides(heads)
+
+
+def _together(heads: Heads) -> tuple[Tensor, Tensor | None]:
+    """The bits of scales and zero points, those of 4 or 2 groups in one integer where that is possible."""
+    if heads.zero is None:
+        return _each(heads)
+    arrays = heads.scale, heads.zero
+    places = [x for array in arrays for x in (*array.stride()[:2], array.shape[3], array.storage_offset())]
+    for dtype in (torch.int32, torch.int16):
+        if all(place % dtype.itemsize == 0 for place in places):
+            return heads.scale.view(dtype), heads.zero.view(dtype)
+    return _each(heads)
+
+
+def _each(heads: Heads) -> tuple[Tensor, Tensor | None]:
+    """The bits of scales and zero points, those of a group each."""
+    if heads.zero is None:
+        return heads.scale.view(torch.int16), None
+    return heads.scale, heads.zero.view(torch.uint8)
+
+
+def _constants(letter: str, heads: Heads) -> dict[str, Any]:
+    """What the kernel knows of keys, "K", or values, "V", when it is compiled."""
+    widths, extra = plane_widths(heads.bits), heads.first_bits is not None
+    return {
+        f"{letter}_BITS": heads.bits, f"{letter}_WIDTHS": widths, f"{letter}_COUNTS": plane_counts(heads),
+        f"{letter}_PLANES": ((1, *widths) if extra else widths), f"{letter}_ROW": heads.words.shape[3],
+        f"{letter}_WIDTH": heads.width, f"{letter}_GROUPS": heads.scale.shape[3],
+        f"{letter}_GROUP": group_width(heads), f"{letter}_FIRST": words(heads.width, 1),
+    }  # fmt: skip
+
+
+def _pieces(values: Heads) -> dict[str, int]:
+    """Into how many pieces a thread's columns of a value are cut, each within a group, and 8s of columns of one."""
+    chunks = -(-values.width // 64)
+    is_whole = chunks != 3 and (values.scale.shape[3] == 1 or group_width(values) % (8 * chunks) == 0)
+    return {"PIECES": 1 if is_whole else chunks, "CHUNKS": chunks if is_whole else 1}
 
 
 @triton.jit

@@ -13,10 +13,15 @@ from torch import Tensor
 from neuzip.kernels.device.floats import rounded, widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.arguments import (
+    center_strides,
+    first_bit_strides,
+    scales_are_together,
+    whole_strides,
+)
 from neuzip.kernels.kv_cache.triton.attend import numbers_of, rows_of
 from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width, turned
-from neuzip.kernels.kv_cache.triton.shares import center_strides, first_bit_strides, whole_strides
-from neuzip.kernels.kv_cache.triton.store import NUMBERS, padded, scales_are_together
+from neuzip.kernels.kv_cache.triton.store import NUMBERS, padded
 from neuzip.kernels.quantizers import plane_widths, words
 
 
@@ -36,9 +41,9 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     widths = plane_widths(heads.bits)
     launch(
         _load_kernel, (triton.cdiv(tokens, rows), count, batch),
-        out, heads.words, heads.scale, None, heads.first_bits, first, tokens, heads.width,
-        *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2],
-        *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
+        out, *rows_of(heads), heads.first, heads.center, first, tokens, heads.width, *out.stride()[:2],
+        *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads),
+        *whole_strides(heads), *center_strides(heads),
         BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
         FIRST_COUNT=words(heads.width, 1), GROUPS=heads.scale.shape[3], GROUP=group_width(heads),
         WHOLE=heads.whole, TURN=turn_width(heads), ROWS=rows, COLUMNS=columns,

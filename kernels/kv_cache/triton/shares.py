@@ -19,8 +19,9 @@ from neuzip.kernels.device.floats import widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.arguments import center_strides, scales_are_together, whole_strides
 from neuzip.kernels.kv_cache.triton.groups import turn_width, turned
-from neuzip.kernels.kv_cache.triton.store import padded, scales_are_together
+from neuzip.kernels.kv_cache.triton.store import padded
 from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.tuning import launch_for
 
@@ -109,21 +110,6 @@ def mask_stride(mask: Tensor | None) -> int:
 def is_bool(mask: Tensor | None) -> bool:
     """Whether a mask says which tokens count; else it is added to logits."""
     return mask is not None and mask.dtype == torch.bool
-
-
-def first_bit_strides(heads: Heads) -> tuple[int, ...]:
-    """Strides of texts and heads of `first_bits`, or zeros where there are none."""
-    return (0, 0) if heads.first_bits is None else heads.first_bits.stride()[:2]
-
-
-def whole_strides(heads: Heads) -> tuple[int, ...]:
-    """Strides of texts, heads and tokens of those that are kept whole, or zeros where there are none."""
-    return (0, 0, 0) if heads.first is None else heads.first.stride()[:3]
-
-
-def center_strides(heads: Heads) -> tuple[int, ...]:
-    """Strides of texts and heads of the center, or zeros where there is none."""
-    return (0, 0) if heads.center is None else heads.center.stride()[:2]
 
 
 def join(

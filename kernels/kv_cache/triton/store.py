@@ -16,6 +16,12 @@ from triton.language.extra import cuda
 from neuzip.kernels.device.floats import rounded, widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.arguments import (
+    center_strides,
+    first_bit_strides,
+    scales_are_together,
+    whole_strides,
+)
 from neuzip.kernels.kv_cache.triton.groups import NAN_BYTE, SCALE_UNIT, scale_of_byte, turn_width, turned
 from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.quantizers.kv_groups import COVER
@@ -34,11 +40,6 @@ NARROWEST = 32
 def padded(width: int) -> int:
     """To how many numbers a head is filled up in a kernel."""
     return max(NARROWEST, 1 << (width - 1).bit_length())
-
-
-def scales_are_together(heads: Heads) -> bool:
-    """Whether the scales of a head's tokens lie side by side, those of a token first."""
-    return heads.scale.stride()[2:] == (heads.scale.shape[3], 1)
 
 
 def store(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
@@ -68,8 +69,9 @@ def _check(heads: Heads, x: Tensor) -> None:
 
 def _layout(heads: Heads) -> tuple[object, ...]:
     """What has to be the same for heads that a launch takes together."""
-    tensors = heads.words, heads.scale, heads.first_bits
-    return heads.width, heads.bits, *((t.shape, t.stride(), t.dtype) for t in tensors if t is not None)
+    tensors = heads.words, heads.scale, heads.zero, heads.first_bits, heads.first
+    of_tensors = ((t.shape, t.stride(), t.dtype) for t in tensors if t is not None)
+    return heads.width, heads.bits, heads.group, *of_tensors
 
 
 def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
@@ -79,16 +81,15 @@ def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, 
         return
     columns = padded(width)
     rows = min(1 << (tokens - 1).bit_length(), max(1, NUMBERS // columns))
-    centers = [h.center for h in heads if h.center is not None]
+    centered = next((h for h in heads if h.center is not None), one)
     launch(
         _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
         tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
-        tuple(None for _ in heads), tuple(h.first_bits for h in heads), first, at,
+        tuple(h.zero for h in heads), tuple(h.first_bits for h in heads), tuple(h.first for h in heads),
+        centered.center, centered.still, first, at,
         tokens, one.capacity, width, count, tuple(x.stride()[:3] for x in states),
         *one.words.stride()[:3], *one.scale.stride()[:2],
-        *(one.first_bits.stride()[:2] if one.first_bits is not None else (0, 0)),
-        *(one.first.stride()[:3] if one.first is not None else (0, 0, 0)),
-        *(centers[0].stride()[:2] if centers else (0, 0)),
+        *first_bit_strides(one), *whole_strides(one), *center_strides(centered),
         AT_IS_POINTER=isinstance(at, Tensor), BITS=one.bits, WIDTHS=plane_widths(one.bits),
         COUNTS=tuple(words(width, w) for w in plane_widths(one.bits)), FIRST_COUNT=words(width, 1),
         GROUPS=one.scale.shape[3], GROUP=min(columns, one.group or columns), COVER=COVER[one.bits],
@@ -169,7 +170,7 @@ def _group_codes(
     middle = (least + most) * 0.5
     half = tl.maximum((most - least) * 0.5, tl.abs(middle) * 0.5)
     wanted = tl.where(nan, float("nan"), half * (2 * COVER / STEPS))
-    byte = ((wanted.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - SCALE_UNIT
+    byte = ((wanted.to(tl.int32, bitcast=True) + ((1 << 20) - 1)) >> 20) - SCALE_UNIT
     byte = tl.where(wanted == 0, 0, tl.minimum(tl.maximum(byte, 1), NAN_BYTE))
     byte = tl.where(tl.abs(wanted) < float("inf"), byte, NAN_BYTE)
     usable = (byte != 0) & (byte != NAN_BYTE)
@@ -187,10 +188,12 @@ def _group_codes(
 
 @triton.jit
 def _center(
-    x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, place, tokens, columns, real,
+    x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, still_ptr, place, tokens, columns, real,
     WHOLE: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """The mean of all whole tokens but the first, fp32 [COLUMNS]; `place` is where in x the first lies.
+    """The mean of all whole tokens but the first in the still channels, fp32 [COLUMNS].
+
+    `place` is where in x [tokens, COLUMNS] the first of them lies.
 
     Those that are in x are taken from there, for another program may write them at this time.
     """
@@ -203,7 +206,8 @@ def _center(
             new = widened(rounded(widened(new), whole_ptr.dtype.element_ty, COMPILED))
             old = tl.load(whole_ptr + i * stride_kt + columns, mask=real & (inside == 0), other=0.0)
             total += tl.where(inside, new, widened(old))
-        center = total * (1 / max(1, WHOLE - 1))
+        still = tl.load(still_ptr + columns, mask=real, other=0) != 0
+        center = tl.where(still, total * (1.0 / (WHOLE - 1 if WHOLE > 1 else 1)), 0.0)
         if tl.program_id(0) == 0:
             tl.store(center_ptr + columns, center, mask=real)
     else:
@@ -213,7 +217,8 @@ def _center(
 
 @triton.jit(do_not_specialize=["at_ptr", "tokens", "capacity"])
 def _store_kernel(
-    xs, words_ptrs, scale_ptrs, zero_ptrs, first_bits_ptrs, whole_ptrs, center_ptr, first_ptr, at_ptr,
+    xs, words_ptrs, scale_ptrs, zero_ptrs, first_bits_ptrs, whole_ptrs, center_ptr, still_ptr, first_ptr,
+    at_ptr,
     tokens, capacity, width, heads, x_strides, stride_wb, stride_wh, stride_wt,
     stride_sb, stride_sh, stride_fb, stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
     AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
@@ -266,7 +271,7 @@ def _store_kernel(
         if is_centered:
             center = _center(
                 x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr + text * stride_cb + head * stride_ch,
-                first - at, tokens, columns, real, WHOLE, COMPILED,
+                still_ptr, first - at, tokens, columns, real, WHOLE, COMPILED,
             )  # fmt: skip
             x = tl.where((place >= WHOLE)[:, None], x - center[None, :], x)
 
