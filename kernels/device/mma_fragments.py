@@ -54,6 +54,20 @@ def side_by_side(low, high, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def under(word, UPPER: tl.constexpr, BYTE: tl.constexpr, COMPILED: tl.constexpr):
+    """Byte BYTE of an int32 under the three upper bytes of a constant, whose two in the middle are alike."""
+    if COMPILED:
+        upper = tl.full(word.shape, UPPER, tl.int32)
+        result = tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, $2, {0x7550 + BYTE};", "=r,r,r", [word, upper],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = ((word >> (8 * BYTE)) & 0xFF) | UPPER
+    return result
+
+
+@triton.jit
 def float_of(pattern, HALF: tl.constexpr):
     """What 16 bits in the lower half of an int32 are worth."""
     if HALF:

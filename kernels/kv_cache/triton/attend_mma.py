@@ -101,7 +101,9 @@ def attend(
     batch, queries, width = query.shape
     group = queries_of_a_head(query, keys, values, first, mask)
     heads = queries // group
-    parts = ShareSums.empty(query, group, _shares(keys.capacity, batch * heads, query.device), values.width)
+    widest = max(width, values.width)
+    shares = _shares(keys.capacity, batch * heads, widest, group, query.device)
+    parts = ShareSums.empty(query, group, shares, values.width)
     k_numbers = _together(keys)
     launch(
         _fragments_kernel, (parts.shares, heads, batch),
@@ -116,8 +118,8 @@ def attend(
     return join(query, keys, values, first, parts, scaling=scaling, length=length, mask=mask)
 
 
-def _shares(tokens: int, programs: int, device: torch.device) -> int:
-    return share_count("kv_cache.attend_mma", tokens, programs, STEP, device)
+def _shares(tokens: int, programs: int, width: int, group: int, device: torch.device) -> int:
+    return share_count("kv_cache.attend_mma", tokens, programs, STEP, device, width=width, group=group)
 
 
 def _arguments(heads: Heads, numbers: tuple[Tensor, Tensor | None]) -> tuple[Tensor | int | None, ...]:
@@ -142,7 +144,7 @@ def _each(heads: Heads) -> tuple[Tensor, Tensor | None]:
     """The bits of scales and zero points, those of a group each."""
     if heads.zero is None:
         return heads.scale.view(torch.int16), None
-    return heads.scale, heads.zero.view(torch.uint8)
+    return heads.scale, heads.zero
 
 
 def _constants(letter: str, heads: Heads) -> dict[str, Any]:
@@ -249,9 +251,10 @@ def _products(
         scales = ()
         offsets = ()
         for u in tl.static_range(2):
-            scale = group_scale(keys[u][1], g, GROUPED)
+            scale = group_scale(keys[u][1], g, GROUPED, COMPILED)
+            offset = code_offset(keys[u][2], is_first[u], g, -ADDED, GROUPED, BITS, HAS_EXTRA, COMPILED)
             scales += (scale,)
-            offsets += ((code_offset(keys[u][2], is_first[u], g, GROUPED, BITS, HAS_EXTRA) - ADDED) * scale,)
+            offsets += (offset * scale,)
         before = sums
         sums = ()
         for n in tl.static_range(len(fragments)):
@@ -321,6 +324,7 @@ def _with_values(
     """
     HAS_EXTRA: tl.constexpr = extras is not None
     CODE_BITS: tl.constexpr = BITS + HAS_EXTRA
+    CENTRE: tl.constexpr = 2.0 ** (BITS - 1)
     one = twice(tl.full([32], 1, tl.float32), HALF)
     added = _with_product(sums, (one, one, one, one), weights, 4 * PIECES * CHUNKS, HALF, COMPILED)
     for i in tl.static_range(PIECES):
@@ -332,8 +336,9 @@ def _with_values(
             offsets = ()
             for one in tl.static_range(u, u + 2):
                 planes += (_with_extra(values[one][i][0], extra, is_first[one]),)
-                scales += (group_scale((values[one][i][1],), 0, GROUPED),)
-                offsets += (code_offset((values[one][i][2],), is_first[one], 0, GROUPED, BITS, HAS_EXTRA),)
+                scale, zero = (values[one][i][1],), (values[one][i][2],)
+                scales += (group_scale(scale, 0, GROUPED, COMPILED),)
+                offsets += (code_offset(zero, is_first[one], 0, CENTRE, GROUPED, BITS, HAS_EXTRA, COMPILED),)
             factors += (scale_pairs(scales, offsets, BITS, HALF, COMPILED),)
         for g in tl.static_range(2 * CHUNKS):
             codes = ()

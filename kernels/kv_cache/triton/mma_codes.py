@@ -17,6 +17,7 @@ from neuzip.kernels.device.mma_fragments import (
     side_by_side,
     times_plus,
     twice,
+    under,
 )
 from neuzip.kernels.kv_cache.triton.groups import scale_of_byte
 
@@ -143,12 +144,10 @@ def scaled_numbers(
 
 @triton.jit
 def scale_pairs(scales, offsets, BITS: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """What `scaled_numbers` takes for two tokens whose values are (code + offset) scale."""
-    CENTRE: tl.constexpr = 2.0 ** (BITS - 1)
+    """What `scaled_numbers` takes for two tokens whose values are (code - 2^(BITS - 1) + offset) scale."""
     UNIT: tl.constexpr = 2.0 ** (BITS - 1) if HALF else 1.0
     scale = pair_of(scales[0] * UNIT, scales[1] * UNIT, HALF, COMPILED)
-    first, second = (offsets[0] + CENTRE) * scales[0], (offsets[1] + CENTRE) * scales[1]
-    return scale, pair_of(first, second, HALF, COMPILED)
+    return scale, pair_of(offsets[0] * scales[0], offsets[1] * scales[1], HALF, COMPILED)
 
 
 @triton.jit
@@ -227,36 +226,42 @@ def group_patterns(ptr, token, COUNT: tl.constexpr):
 
 
 @triton.jit
-def group_scale(patterns, G: tl.constexpr, GROUPED: tl.constexpr):
+def group_scale(patterns, G: tl.constexpr, GROUPED: tl.constexpr, COMPILED: tl.constexpr):
     """The scale of group G, fp32: of a byte as `quantizers.kv_groups` defines it, or a bf16 in the plain form."""
-    if GROUPED:
-        number = scale_of_byte(_byte(patterns, G))
-    else:
+    if not GROUPED:
         number = (patterns[0].to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif patterns[0].dtype == tl.uint8:
+        number = scale_of_byte(patterns[G].to(tl.int32))
+    else:
+        EACH: tl.constexpr = patterns[0].dtype.primitive_bitwidth // 8
+        number = scale_of_byte(under(patterns[G // EACH].to(tl.int32), 0, G % EACH, COMPILED))
     return number
 
 
 @triton.jit
 def code_offset(
-    patterns, is_first, G: tl.constexpr, GROUPED: tl.constexpr, BITS: tl.constexpr, HAS_EXTRA: tl.constexpr
+    patterns, is_first, G: tl.constexpr, MORE: tl.constexpr, GROUPED: tl.constexpr, BITS: tl.constexpr,
+    HAS_EXTRA: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """What is added to a code of group G before it is multiplied with the scale: the zero point, negative.
+    """MORE, and what is added to a code of group G before it is multiplied with the scale: fp32, exact.
 
-    In the plain form it is half of the largest code, and the first token may have a larger one (HAS_EXTRA).
+    That is the zero point, negative. In the plain form it is half of the largest code, and the first token may
+    have a larger one (HAS_EXTRA).
     """
-    half = ((1 << BITS) - 1) / 2
-    if GROUPED:
-        zero = ((_byte(patterns, G) ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-        offset = zero * 2.0 ** (BITS - 7) - half
-    elif HAS_EXTRA:
-        offset = tl.where(is_first, -(half + (1 << BITS) / 2), -half)
+    LESS: tl.constexpr = MORE - ((1 << BITS) - 1) / 2
+    UNIT: tl.constexpr = 2.0 ** (BITS - 7)
+    if not GROUPED:
+        offset = tl.full([32], LESS, tl.float32)
+        if HAS_EXTRA:
+            offset = tl.where(is_first, LESS - (1 << BITS) / 2, offset)
+    elif patterns[0].dtype == tl.int8:
+        offset = patterns[G].to(tl.float32) * UNIT + LESS
     else:
-        offset = tl.full([32], -half, tl.float32)
+        EACH: tl.constexpr = patterns[0].dtype.primitive_bitwidth // 8
+        word = patterns[G // EACH].to(tl.int32) ^ -2139062144  # 128 added to each byte
+        above = under(word, 0x4B000000, G % EACH, COMPILED).to(tl.float32, bitcast=True)  # 2^23 + 128 + zero
+        if BITS < 7:
+            offset = above * UNIT + (LESS - 8388736.0 * UNIT)
+        else:  # that sum of constants is no fp32
+            offset = (above - 8388736.0) * UNIT + LESS
     return offset
-
-
-@triton.jit
-def _byte(patterns, G: tl.constexpr):
-    """Byte G of elements of 8, 16 or 32 bits, as an int32."""
-    EACH: tl.constexpr = patterns[0].dtype.primitive_bitwidth // 8
-    return (patterns[G // EACH].to(tl.int32) >> (8 * (G % EACH))) & 0xFF

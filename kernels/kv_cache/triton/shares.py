@@ -87,12 +87,15 @@ def queries_of_a_head(query: Tensor, keys: Heads, values: Heads, first: Tensor, 
 
 
 @functools.lru_cache(maxsize=4096)
-def share_count(kernel: str, tokens: int, programs: int, step: int, device: torch.device) -> int:
+def share_count(
+    kernel: str, tokens: int, programs: int, step: int, device: torch.device, **shape: int
+) -> int:
     """Into how many shares the tokens of each of `programs` heads are cut.
 
-    As many programs a multiprocessor as the table of `kernel` says, but none with less than `step` tokens.
+    As many programs a multiprocessor as the table of `kernel` says for the shape, but none with less than `step`
+    tokens.
     """
-    table = launch_for(kernel, device)
+    table = launch_for(kernel, device, **shape)
     wanted = -(-table["programs"] * multiprocessors(device) // max(programs, 1))
     return int(max(1, min(wanted, -(-tokens // step), table["most_shares"])))
 
