@@ -3,12 +3,13 @@
     python benchmarks/kv_attention.py [--rounds 30]
 
 Each side is what a layer calls: `kv_cache.attend`, both of its kernels, and scaled_dot_product_attention of
-torch with the queries of a head as its rows, as transformers calls it. `store` is what a step adds: keys and
-values of one token quantised and packed. Forms are those of a cache: rotated heads in groups of 32, whose first
-four tokens are kept whole, and the plain one of BitNet a4.8. The calls of a case lie in one CUDA graph, each with
-keys and values of its own, so many that nothing is found in the L2. The sides take turns; times are medians of
-CUDA events. Whatever is further from fp64 on the same dequantised numbers than bf16 explains (0.5 %), or is not
-stored with the bits of torch on a CPU, is not timed: it ends the run. Kernels are compiled side by side before.
+torch with the queries of a head as its rows, as transformers calls it. `store` is what a step adds: keys
+and values of one token quantised and packed. Forms are those of a cache: rotated heads in groups of 32,
+whose first four tokens are kept whole, and the plain one of BitNet a4.8. The calls of a case lie in one
+CUDA graph, each with keys and values of its own, so many that nothing is found in the L2. The sides take
+turns; times are medians of CUDA events. Whatever is further from fp64 on the same dequantised numbers than
+bf16 explains (0.5 %), or is not stored with the bits of torch on a CPU, is not timed: it ends the run.
+Kernels are compiled side by side before.
 
 The result is benchmarks/results/kv_attention.json. The limit is the bytes read at the speed of a device copy.
 """
@@ -80,8 +81,12 @@ def main() -> None:
     for row in results:
         if row["bits"] == 4 and (row["texts"], row["tokens"]) in AIMS:
             must, stretch = AIMS[row["texts"], row["tokens"]]
-            met = "stretch met" if row["speedup"] >= stretch else "met" if row["speedup"] >= must else "MISSED"
-            print(f"{row['form']}, {row['texts']} texts: {row['speedup']:.2f}x, must {must}, {stretch}: {met}")
+            met = (
+                "stretch met" if row["speedup"] >= stretch else "met" if row["speedup"] >= must else "MISSED"
+            )
+            print(
+                f"{row['form']}, {row['texts']} texts: {row['speedup']:.2f}x, must {must}, {stretch}: {met}"
+            )
 
 
 def shown(value: object) -> str:
@@ -161,7 +166,7 @@ def packed(dense: tuple[Tensor, Tensor], form: str, bits: int, first: Tensor) ->
 
 
 def check_stored(form: str, bits: int) -> None:
-    """End the run unless tokens are stored with the bits that torch gives on a CPU, all at once and the last alone."""
+    """End the run unless tokens, many and the last alone, are stored with the bits of torch on a CPU."""
     x = states(2, 70, "cpu")
     first = torch.tensor([0, 9])
     heads = [empty(one, form, bits, are_keys=n == 0) for n, one in enumerate(x)]

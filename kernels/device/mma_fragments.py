@@ -95,7 +95,7 @@ def pair_of(first, second, HALF: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def transposed(pair, COMPILED: tl.constexpr):
-    """Thread (r, q) gets columns 2 q, 2 q + 1 of row r of an 8 x 8 matrix, and gives those of its transpose."""
+    """Of an 8 x 8 matrix, of which thread (r, q) has columns 2 q, 2 q + 1 of row r: the transpose."""
     if COMPILED:
         turned = tl.inline_asm_elementwise(
             "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [pair],

@@ -30,7 +30,8 @@ def see(function, code, kwargs):
     assert not (wait and reads), f"{name} reads before the kernel ahead has ended"
     assert bool(wait) == bool(kwargs.get("USE_PDL", kwargs.get("EARLY")))
     if "fragments" in name:
-        check_lanes(code.asm["ttgir"], "mma.sync")
+        for instruction in ("mma.sync", "movmatrix.sync", "shfl.sync"):
+            check_lanes(code.asm["ttgir"], instruction)
     if name.startswith(("decode_", "multiply_chosen")):
         check_lanes(code.asm["ttgir"], "vote.sync")
         own = sum(map(int, re.findall(r"[.]shared[^;]* memory.(\d+)", code.asm["ptx"])))

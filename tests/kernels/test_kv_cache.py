@@ -1,4 +1,4 @@
-"""Kernels of keys and values in rotated groups: the bits that torch stores and loads, and attention over them."""
+"""Kernels of keys and values in rotated groups: the bits that torch stores and loads, and attention."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def by_torch(heads: list[Heads], numbers: list[Tensor], at: Any, first: Tensor) 
 
 
 def moved(heads: Heads, device: torch.device) -> Heads:
-    moved = heads.texts(lambda tensor: tensor.to(device))
-    return moved
+    return heads.texts(lambda tensor: tensor.to(device))
 
 
 def different(a: Heads, b: Heads) -> list[str]:
@@ -146,7 +145,7 @@ def test_attention_is_within_its_rounding(
     bits: tuple[int, int], group: int, dtype: torch.dtype, texts: int, heads: int, queries: int,
     widths: tuple[int, int], device: torch.device, monkeypatch,
 ):  # fmt: skip
-    """Of tokens from the middle of a step on, some of them masked, by the kernel that `attend` would choose."""
+    """Of tokens from the middle of a step on, some of them masked, by the kernel that `attend` chooses."""
     monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 2)
     monkeypatch.setattr(triton_attend, "_shares", lambda *_: 2)
     first = torch.tensor([17, 0])[:texts]
@@ -198,16 +197,19 @@ def test_a_gpu_stores_loads_and_attends_as_the_reference(
 ):
     first = torch.tensor([5, 0, 700])
     rooms = filled(3, 2, 1000, (width, width), bits, first, torch.bfloat16)
-    cards = [
-        room((3, 2, 1000, width), b, center=n == 0, device=device) for n, b in enumerate(bits)
-    ]
+    cards = [room((3, 2, 1000, width), b, center=n == 0, device=device) for n, b in enumerate(bits)]
     x = [states(3, 2, 1000, width, seed=n + 2, dtype=torch.bfloat16) * (0.01 if n else 1) for n in range(2)]
     kv_cache.store(cards, [one.to(device) for one in x], 0, first.to(device))
     for heads, card in zip(rooms, cards, strict=True):
         assert different(heads, card) == []
         dense = kv_cache.load(card, first.to(device), torch.bfloat16)
         assert torch.equal(dense.cpu(), kv_cache.load(heads, first, torch.bfloat16))
-    for dtype, queries in ((torch.bfloat16, 8), (torch.bfloat16, 24), (torch.float16, 14), (torch.float32, 2)):
+    for dtype, queries in (
+        (torch.bfloat16, 8),
+        (torch.bfloat16, 24),
+        (torch.float16, 14),
+        (torch.float32, 2),
+    ):
         query = states(3, queries, width, dtype=dtype)
         given = {"scaling": width**-0.5, "length": torch.tensor(990)}
         assert distance(kv_cache.attend, query, rooms, first, device, **given) < ERRORS[dtype]

@@ -1,9 +1,10 @@
 """Attention of one query a text over heads in few bits, in Triton: flash decoding from the packed words.
 
-For queries in fp32, and what else attend_mma.py is not made for. A program takes a share of the tokens of one
-head, for all queries of the head at once, G filled up to 16 as matrix instructions want it. Codes are made the
-numbers that they stand for, in fp32, and rounded to the query's dtype. Each share leaves its sums, its largest
-logit and its sum of weights; a second kernel puts the shares together in a fixed order. Sums are fp32.
+For queries in fp32, and what else attend_mma.py is not made for. A program takes a share of the tokens of
+one head, for all queries of the head at once, G filled up to 16 as matrix instructions want it. Codes are
+made the numbers that they stand for, in fp32, and rounded to the query's dtype. Each share leaves its sums,
+its largest logit and its sum of weights; a second kernel puts the shares together in a fixed order. Sums are
+fp32.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _shares(tokens: int, programs: int, device: torch.device) -> int:
 
 
 def rows_of(heads: Heads) -> tuple[Tensor | None, ...]:
-    """What kernels take of heads: words, scales, zero points or None, extra bits of the first token or None."""
+    """Words, scales, zero points or None, and the extra bits of the first token or None."""
     return heads.words, heads.scale, heads.zero, heads.first_bits
 
 
@@ -236,7 +237,8 @@ def _share_kernel(
         there = tokens < end
         first_row = (first - at).to(tl.int32)
         keys = numbers_of(
-            kw_ptr + rows * stride_kwt, ks_ptr, kz_ptr, k_scales + tokens * K_GROUPS, there, kf_ptr, first_row,
+            kw_ptr + rows * stride_kwt, ks_ptr, kz_ptr, k_scales + tokens * K_GROUPS, there,
+            kf_ptr, first_row,
             K_BITS, K_WIDTHS, K_COUNTS, K_FIRST, K_GROUPS, K_GROUP, STEP, K_COLUMNS,
         ).to(MULTIPLIED)  # fmt: skip
         logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scaling  # [QUERIES, STEP]
@@ -257,7 +259,8 @@ def _share_kernel(
         largest = now
 
         values = numbers_of(
-            vw_ptr + rows * stride_vwt, vs_ptr, vz_ptr, v_scales + tokens * V_GROUPS, tokens < end, vf_ptr, first_row,
+            vw_ptr + rows * stride_vwt, vs_ptr, vz_ptr, v_scales + tokens * V_GROUPS, tokens < end,
+            vf_ptr, first_row,
             V_BITS, V_WIDTHS, V_COUNTS, V_FIRST, V_GROUPS, V_GROUP, STEP, V_COLUMNS,
         ).to(MULTIPLIED)  # fmt: skip
         factors = p.to(MULTIPLIED)

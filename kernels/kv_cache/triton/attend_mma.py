@@ -1,19 +1,20 @@
 """Attention of one query a text over heads in few bits, in Triton: words as matrix instructions want them.
 
-For heads of up to 256 numbers, queries of 16 bits and scales in bf16; attend.py does the others, from the
-same numbers. A program is one warp, which takes a share of the tokens of one head, STEP at a time, for up to 16
-queries at once. The words and scales of a step are in flight while the one before is computed.
+For queries of 16 bits; attend.py does those of 32, and groups that matrix instructions cannot take. A program
+is one warp, which takes a share of the tokens of one head, STEP at a time, for up to 16 queries at once. The
+words and scales of a step are in flight while the one before is computed.
 
-    S = K Q^T      16 tokens by 8 queries: thread (r, q) has of the tokens r and r + 8 eight columns of each 32,
-                   32 j + 8 q to 32 j + 8 q + 7
-    O += V^T P^T   16 columns by 8 queries, 16 tokens: thread (r, q) has columns 8 C r to 8 C r + 8 C - 1 of the
-                   tokens 2 q, 2 q + 1, 2 q + 8, 2 q + 9; an instruction takes two of its columns. C: WIDTH / 64
+    S = K Q^T      16 tokens by 8 queries: thread (r, q) has, of the tokens r and r + 8, eight of each 32
+                   columns, 32 j + 8 q to 32 j + 8 q + 7
+    O += V^T P^T   16 columns by 8 queries, 16 tokens: thread (r, q) has columns 8 C r to 8 C r + 8 C - 1 of
+                   the tokens 2 q, 2 q + 1, 2 q + 8, 2 q + 9, where C is the width over 64, rounded up; an
+                   instruction takes two of its columns
 
 A byte beside it makes a number of a code: the bf16 128 + code, or the fp16 1024 + code. Of keys, the products
-of a group are multiplied with its scale when they are summed; what was added to codes is subtracted from these
-sums, whose first term it is. Values are made the numbers that they stand for, rounded once, for what is added
-to codes would drown the sums of a share. P has a largest number of each query's share as its unit; this base
-is raised only when a logit exceeds it by RISE, so that sums are seldom multiplied. All sums are fp32.
+of a group are multiplied with its scale when they are summed, and what was added to codes is subtracted then.
+Values are made the numbers that they stand for, rounded once, for what is added to codes would drown the sums
+of a share. The weights of a share's tokens have a unit, the base of their query, which is raised to the
+largest logit only when a logit exceeds it by RISE: so sums are seldom multiplied. All sums are fp32.
 """
 
 from __future__ import annotations
@@ -27,27 +28,26 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import is_compiled, launch
-from neuzip.kernels.device.mma_fragments import exchanged, multiply, pair_of, side_by_side, transposed, twice
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides
 from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width
 from neuzip.kernels.kv_cache.triton.mma_codes import (
-    added_to_codes,
-    code_numbers,
-    code_offset,
-    column_codes,
     group_patterns,
-    group_scale,
     group_sums,
     piece_words,
     query_fragments,
-    scale_pairs,
-    scaled_numbers,
+)
+from neuzip.kernels.kv_cache.triton.mma_steps import (
+    exceed,
+    key_products,
+    masked_logits,
+    raised_bases,
+    rounded_weights,
+    with_values,
 )
 from neuzip.kernels.kv_cache.triton.shares import (
     LOG2_E,
     ShareSums,
-    in_base_2,
     is_bool,
     join,
     mask_stride,
@@ -60,13 +60,10 @@ from neuzip.kernels.quantizers import plane_widths, words
 STEP = 16
 """Tokens that a program takes at a time."""
 
-RISE = 8.0
-"""By how much, in base 2, a logit exceeds its query's base before that is raised."""
-
 LEAST = -3.3e38
 """The base of queries before the first token: less than any logit but minus infinity."""
 
-_STEP, _RISE, _LEAST = tl.constexpr(STEP), tl.constexpr(RISE), tl.constexpr(LEAST)
+_STEP, _LEAST = tl.constexpr(STEP), tl.constexpr(LEAST)
 
 
 def fits(query: Tensor, keys: Heads, values: Heads) -> bool:
@@ -159,7 +156,7 @@ def _constants(letter: str, heads: Heads) -> dict[str, Any]:
 
 
 def _pieces(values: Heads) -> dict[str, int]:
-    """Into how many pieces a thread's columns of a value are cut, each within a group, and 8s of columns of one."""
+    """How many pieces a thread's columns of a value are, each within a group, and 8s of columns of one."""
     chunks = -(-values.width // 64)
     is_whole = chunks != 3 and (values.scale.shape[3] == 1 or group_width(values) % (8 * chunks) == 0)
     return {"PIECES": 1 if is_whole else chunks, "CHUNKS": chunks if is_whole else 1}
@@ -196,176 +193,11 @@ def _load_step(
             words = piece_words(rows, n, CHUNKS, V_WIDTHS, V_COUNTS, 64 * PIECES * CHUNKS == V_WIDTH)
             group = tl.minimum(8 * CHUNKS * n // V_GROUP, V_GROUPS - 1)
             scale = tl.load(vs_ptr + token * V_GROUPS + group)
-            pieces += ((words, scale, scale if vz_ptr is None else tl.load(vz_ptr + token * V_GROUPS + group)),)
+            pieces += (
+                (words, scale, scale if vz_ptr is None else tl.load(vz_ptr + token * V_GROUPS + group)),
+            )
         values += (pieces,)
     return keys, values
-
-
-@triton.constexpr_function
-def _lesser(one, other):
-    """The lesser of two constants."""
-    return min(one, other)
-
-
-@triton.jit
-def _with_extra(planes, extra, is_first):
-    """Words of a piece, and before them the extra bits of the first token, which others have not."""
-    if extra is None:
-        all_planes = planes
-    else:
-        all_planes = ((tl.where(is_first, extra[0][0], 0),),)
-        all_planes += planes
-    return all_planes
-
-
-@triton.jit
-def _products(
-    keys, extras, is_first, fragments, query_sums,
-    GROUPS: tl.constexpr, BLOCKS: tl.constexpr, EACH: tl.constexpr, PLANES: tl.constexpr,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Query times key for each tile of 8 queries: of the tokens r and r + 8 with the queries 2 q and 2 q + 1."""
-    HAS_EXTRA: tl.constexpr = extras is not None
-    ADDED: tl.constexpr = added_to_codes(BITS + HAS_EXTRA, HALF)
-    zero = tl.zeros([32], tl.float32)
-    sums = ()
-    for _ in tl.static_range(len(fragments)):
-        sums += ((zero, zero, zero, zero),)
-    for g in tl.static_range(GROUPS):
-        products = ()
-        for _ in tl.static_range(len(fragments)):
-            products += ((zero, zero, zero, zero),)
-        for j in tl.static_range(g * EACH, _lesser(g * EACH + EACH, BLOCKS)):
-            extra = extras[j] if HAS_EXTRA else None
-            upper = _with_extra(keys[0][0][j], extra, is_first[0])
-            lower = _with_extra(keys[1][0][j], extra, is_first[1])
-            for h in tl.static_range(2):
-                a = code_numbers(column_codes(upper, PLANES, h), BITS + HAS_EXTRA, HALF, COMPILED)
-                b = code_numbers(column_codes(lower, PLANES, h), BITS + HAS_EXTRA, HALF, COMPILED)
-                before = products
-                products = ()
-                for n in tl.static_range(len(fragments)):
-                    fragment = fragments[n][2 * j + h]
-                    tokens = a[0], b[0], a[1], b[1]
-                    products += (multiply(tokens, fragment, before[n], 1, HALF, COMPILED),)
-        scales = ()
-        offsets = ()
-        for u in tl.static_range(2):
-            scale = group_scale(keys[u][1], g, GROUPED, COMPILED)
-            offset = code_offset(keys[u][2], is_first[u], g, -ADDED, GROUPED, BITS, HAS_EXTRA, COMPILED)
-            scales += (scale,)
-            offsets += (offset * scale,)
-        before = sums
-        sums = ()
-        for n in tl.static_range(len(fragments)):
-            quad = ()
-            for i in tl.static_range(4):
-                product = products[n][i] * scales[i // 2]
-                quad += (before[n][i] + product + offsets[i // 2] * query_sums[n][g][i % 2],)
-            sums += (quad,)
-    return sums
-
-
-@triton.jit
-def _exceed(logits, bases):
-    """Whether a logit of a query exceeds its base by RISE."""
-    farthest = tl.full([32], 0, tl.float32)
-    for n in tl.static_range(len(logits)):
-        for i in tl.static_range(2):
-            farthest = tl.maximum(farthest, tl.maximum(logits[n][i], logits[n][2 + i]) - bases[n][i])
-    return tl.max((farthest > _RISE).to(tl.int32), 0) > 0
-
-
-@triton.jit
-def _raised(logits, bases, sums, COMPILED: tl.constexpr):
-    """Bases that are the largest logits so far, and sums that have these for a unit."""
-    raised = ()
-    shrunk = ()
-    for n in tl.static_range(len(logits)):
-        of_queries = ()
-        factors = ()
-        for i in tl.static_range(2):
-            largest = tl.maximum(logits[n][i], logits[n][2 + i])
-            for level in tl.static_range(2, 5):
-                largest = tl.maximum(largest, exchanged(largest, 1 << level, COMPILED))
-            largest = tl.maximum(largest, bases[n][i])
-            of_queries += (largest,)
-            factors += (tl.exp2(bases[n][i] - largest),)
-        raised += (of_queries,)
-        tile = ()
-        for m in tl.static_range(len(sums[n])):
-            c0, c1, c2, c3 = sums[n][m]
-            tile += ((c0 * factors[0], c1 * factors[1], c2 * factors[0], c3 * factors[1]),)
-        shrunk += (tile,)
-    return raised, shrunk
-
-
-@triton.jit
-def _weights(logits, bases, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """P^T of each tile, as B."""
-    pairs = ()
-    for n in tl.static_range(len(logits)):
-        p0, p1 = tl.exp2(logits[n][0] - bases[n][0]), tl.exp2(logits[n][1] - bases[n][1])
-        p2, p3 = tl.exp2(logits[n][2] - bases[n][0]), tl.exp2(logits[n][3] - bases[n][1])
-        upper, lower = pair_of(p0, p1, HALF, COMPILED), pair_of(p2, p3, HALF, COMPILED)
-        pairs += ((transposed(upper, COMPILED), transposed(lower, COMPILED)),)
-    return pairs
-
-
-@triton.jit
-def _with_values(
-    sums, weights, values, extras, is_first,
-    PIECES: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    HALF: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Sums of all tiles plus weights times values of 16 tokens: an instruction for two columns of a thread.
-
-    The last sum is that of the weights themselves, rounded as they are.
-    """
-    HAS_EXTRA: tl.constexpr = extras is not None
-    CODE_BITS: tl.constexpr = BITS + HAS_EXTRA
-    CENTRE: tl.constexpr = 2.0 ** (BITS - 1)
-    one = twice(tl.full([32], 1, tl.float32), HALF)
-    added = _with_product(sums, (one, one, one, one), weights, 4 * PIECES * CHUNKS, HALF, COMPILED)
-    for i in tl.static_range(PIECES):
-        extra = extras[i] if HAS_EXTRA else None
-        planes = ()
-        factors = ()
-        for u in tl.static_range(0, 4, 2):
-            scales = ()
-            offsets = ()
-            for one in tl.static_range(u, u + 2):
-                planes += (_with_extra(values[one][i][0], extra, is_first[one]),)
-                scale, zero = (values[one][i][1],), (values[one][i][2],)
-                scales += (group_scale(scale, 0, GROUPED, COMPILED),)
-                offsets += (code_offset(zero, is_first[one], 0, CENTRE, GROUPED, BITS, HAS_EXTRA, COMPILED),)
-            factors += (scale_pairs(scales, offsets, BITS, HALF, COMPILED),)
-        for g in tl.static_range(2 * CHUNKS):
-            codes = ()
-            for u in tl.static_range(0, 4, 2):
-                one, other = column_codes(planes[u], PLANES, g), column_codes(planes[u + 1], PLANES, g)
-                codes += (side_by_side(one, other, COMPILED),)
-            for two in tl.static_range(2):
-                operands = ()
-                for u in tl.static_range(2):
-                    numbers = code_numbers(codes[u][two], CODE_BITS, HALF, COMPILED)
-                    scale, middle = factors[u]
-                    operands += (scaled_numbers(numbers, scale, middle, BITS, CODE_BITS, HALF, COMPILED),)
-                a = operands[0][0], operands[0][1], operands[1][0], operands[1][1]
-                added = _with_product(added, a, weights, 4 * CHUNKS * i + 2 * g + two, HALF, COMPILED)
-    return added
-
-
-@triton.jit
-def _with_product(sums, a, weights, M: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """Sums of all tiles, those of instruction M plus its product."""
-    added = ()
-    for n in tl.static_range(len(sums)):
-        tile = ()
-        for m in tl.static_range(len(sums[n])):
-            tile += ((multiply(a, weights[n], sums[n][m], 1, HALF, COMPILED) if m == M else sums[n][m]),)
-        added += (tile,)
-    return added
 
 
 @triton.jit(do_not_specialize=["length_ptr", "capacity"])
@@ -420,7 +252,9 @@ def _fragments_kernel(
         V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_GROUPS, V_GROUP, PIECES, CHUNKS,
     )  # fmt: skip
     k_extras = _extra_words(kf_ptr, text * stride_kfb + head * stride_kfh, q, 4, BLOCKS, 1, K_FIRST)
-    v_extras = _extra_words(vf_ptr, text * stride_vfb + head * stride_vfh, r * PIECES, 1, PIECES, CHUNKS, V_FIRST)
+    v_extras = _extra_words(
+        vf_ptr, text * stride_vfb + head * stride_vfh, r * PIECES, 1, PIECES, CHUNKS, V_FIRST
+    )
     query_ptr += text * stride_qb + head * GROUP * stride_qh
     fragments, query_sums, bases, sums = (), (), (), ()
     zero = tl.zeros([32], tl.float32)
@@ -443,16 +277,16 @@ def _fragments_kernel(
             V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_GROUPS, V_GROUP, PIECES, CHUNKS,
         )  # fmt: skip
         token = 2 * q + at
-        logits = _products(
+        logits = key_products(
             keys, k_extras, (r + at == first, r + at + 8 == first), fragments, query_sums,
             K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, HALF, COMPILED,
         )  # fmt: skip
-        logits = _logits(logits, mask_ptr, r + at, end, first, scaling, WHOLE, MASK_IS_BOOL)
-        if _exceed(logits, bases):
-            bases, sums = _raised(logits, bases, sums, COMPILED)
-        weights = _weights(logits, bases, HALF, COMPILED)
+        logits = masked_logits(logits, mask_ptr, r + at, end, first, scaling, WHOLE, MASK_IS_BOOL)
+        if exceed(logits, bases):
+            bases, sums = raised_bases(logits, bases, sums, COMPILED)
+        weights = rounded_weights(logits, bases, HALF, COMPILED)
         is_first = token == first, token + 1 == first, token + 8 == first, token + 9 == first
-        sums = _with_values(
+        sums = with_values(
             sums, weights, values, v_extras, is_first,
             PIECES, CHUNKS, V_PLANES, V_BITS, vz_ptr is not None, HALF, COMPILED,
         )  # fmt: skip
@@ -484,42 +318,11 @@ def _extra_words(
 
 
 @triton.jit
-def _logits(
-    products, mask_ptr, token, end, first, scaling, WHOLE: tl.constexpr, MASK_IS_BOOL: tl.constexpr
-):
-    """Logits in base 2 of the tokens `token` and 8 behind it: minus infinity for those that do not count here."""
-    logits = ()
-    there = ()
-    added = ()
-    for u in tl.static_range(2):
-        its = token + 8 * u
-        counts = its < end
-        if WHOLE > 0:
-            counts = counts & ((its < first) | (its >= first + WHOLE))
-        more = tl.zeros([32], tl.float32)
-        if mask_ptr is not None:
-            seen = tl.load(mask_ptr + its, mask=counts, other=0)
-            if MASK_IS_BOOL:
-                counts = counts & (seen != 0)
-            else:
-                more = in_base_2(seen)
-        there += (counts,)
-        added += (more,)
-    for n in tl.static_range(len(products)):
-        quad = ()
-        for i in tl.static_range(4):
-            logit = products[n][i] * scaling + added[i // 2]
-            quad += (tl.where(there[i // 2], logit, float("-inf")),)
-        logits += (quad,)
-    return logits
-
-
-@triton.jit
-def _store_sums(rows, real, r, sums, I: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums of the query 2 q + I: all of a thread's columns."""
+def _store_sums(rows, real, r, sums, QUERY: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums of the query 2 q + QUERY: all of a thread's columns."""
     for m in tl.static_range(0, len(sums) - 1, 2):
-        even = tl.join(sums[m][I], sums[m + 1][I])
-        odd = tl.join(sums[m][2 + I], sums[m + 1][2 + I])
+        even = tl.join(sums[m][QUERY], sums[m + 1][QUERY])
+        odd = tl.join(sums[m][2 + QUERY], sums[m + 1][2 + QUERY])
         four = tl.reshape(tl.join(even, odd), [32, 4])
         column = (2 * (len(sums) - 1) * r + 2 * m)[:, None] + tl.arange(0, 4)[None, :]
         tl.store(rows[:, None] + column, four, mask=real[:, None] & (column < WIDTH))

@@ -73,8 +73,8 @@ def _load_kernel(
     first = tl.load(first_ptr + text)
     scales = text * stride_sb + head * stride_sh + rows * GROUPS
     numbers = numbers_of(
-        words_ptr + text * stride_wb + head * stride_wh + rows * stride_wt, scale_ptr, zero_ptr, scales, there,
-        first_bits_ptr, (first - begin).to(tl.int32),
+        words_ptr + text * stride_wb + head * stride_wh + rows * stride_wt, scale_ptr, zero_ptr, scales,
+        there, first_bits_ptr, (first - begin).to(tl.int32),
         BITS, WIDTHS, COUNTS, FIRST_COUNT, GROUPS, GROUP, ROWS, COLUMNS,
     )  # fmt: skip
     numbers = turned(numbers, ROWS, COLUMNS, TURN)
@@ -93,5 +93,7 @@ def _load_kernel(
         )  # fmt: skip
         result = tl.where(is_whole, rounded(widened(whole), KIND, COMPILED), result)
     tl.store(
-        out_ptr + text * stride_ob + head * stride_oh + rows[:, None] * width + columns[None, :], result, mask=inside
+        out_ptr + text * stride_ob + head * stride_oh + rows[:, None] * width + columns[None, :],
+        result,
+        mask=inside,
     )

@@ -204,7 +204,9 @@ def _turned(numbers, q, TURN: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def group_sums(fragments, GROUPS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
+def group_sums(
+    fragments, GROUPS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr
+):
     """Sums of the columns of each group, EACH times 32, of the queries 2 q and 2 q + 1."""
     one = twice(tl.full([32], 1, tl.float32), HALF)
     zero = tl.zeros([32], tl.float32)
@@ -220,14 +222,14 @@ def group_sums(fragments, GROUPS: tl.constexpr, EACH: tl.constexpr, HALF: tl.con
 
 @triton.jit
 def group_patterns(ptr, token, COUNT: tl.constexpr):
-    """The COUNT elements that tokens [32] have of an array: a tuple. They are a group's each, or several groups'."""
+    """The COUNT elements, each of one group or of several, that tokens [32] have in an array: a tuple."""
     EACH: tl.constexpr = triton.next_power_of_2(COUNT)
     return load_columns(ptr + token * COUNT, token * 0, COUNT, EACH, EACH == COUNT)
 
 
 @triton.jit
 def group_scale(patterns, G: tl.constexpr, GROUPED: tl.constexpr, COMPILED: tl.constexpr):
-    """The scale of group G, fp32: of a byte as `quantizers.kv_groups` defines it, or a bf16 in the plain form."""
+    """The scale of group G, fp32: that of a byte (quantizers.kv_groups), or a bf16 in the plain form."""
     if not GROUPED:
         number = (patterns[0].to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif patterns[0].dtype == tl.uint8:
@@ -245,8 +247,8 @@ def code_offset(
 ):  # fmt: skip
     """MORE, and what is added to a code of group G before it is multiplied with the scale: fp32, exact.
 
-    That is the zero point, negative. In the plain form it is half of the largest code, and the first token may
-    have a larger one (HAS_EXTRA).
+    That is the zero point, negative. In the plain form it is half of the largest code, and the first token
+    may have a larger one (HAS_EXTRA).
     """
     LESS: tl.constexpr = MORE - ((1 << BITS) - 1) / 2
     UNIT: tl.constexpr = 2.0 ** (BITS - 7)

@@ -92,8 +92,8 @@ def share_count(
 ) -> int:
     """Into how many shares the tokens of each of `programs` heads are cut.
 
-    As many programs a multiprocessor as the table of `kernel` says for the shape, but none with less than `step`
-    tokens.
+    As many programs a multiprocessor as the table of `kernel` says for the shape, but none with less than
+    `step` tokens.
     """
     table = launch_for(kernel, device, **shape)
     wanted = -(-table["programs"] * multiprocessors(device) // max(programs, 1))
@@ -126,7 +126,7 @@ def join(
     length: int | Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """The results of all shares put together, turned back, with the tokens that are kept whole: [B, H', width].
+    """All shares put together, turned back, and the tokens that are kept whole: [B, H', width].
 
     The result has the query's dtype.
     """
@@ -137,9 +137,9 @@ def join(
     config = launch_for("kv_cache.join", query.device)
     launch(
         _join_kernel, (query.shape[1], query.shape[0]),
-        out, *parts.arrays, shares, query, keys.first, values.first, keys.center, first, mask, length, LOG2_E * scaling,
-        *query.stride()[:2], mask_stride(mask), *whole_strides(keys), *whole_strides(values), *center_strides(keys),
-        keys.capacity,
+        out, *parts.arrays, shares, query, keys.first, values.first, keys.center, first, mask, length,
+        LOG2_E * scaling, *query.stride()[:2], mask_stride(mask), *whole_strides(keys),
+        *whole_strides(values), *center_strides(keys), keys.capacity,
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask), GROUP=parts.group,
         WHOLE=keys.whole, TURN=turn_width(values), K_WIDTH=query.shape[2], V_WIDTH=width,
         K_COLUMNS=padded(query.shape[2]), V_COLUMNS=padded(width),
@@ -159,8 +159,8 @@ def in_base_2(added):
 @triton.jit(do_not_specialize=["length_ptr", "capacity"])
 def _join_kernel(
     out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, query_ptr, k_ptr, v_ptr, center_ptr, first_ptr,
-    mask_ptr, length_ptr, scaling, stride_qb, stride_qh, stride_mb, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_cb, stride_ch, capacity,
+    mask_ptr, length_ptr, scaling, stride_qb, stride_qh, stride_mb, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, stride_cb, stride_ch, capacity,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
     TURN: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_COLUMNS: tl.constexpr,
     V_COLUMNS: tl.constexpr, SHARES: tl.constexpr, EACH: tl.constexpr, USE_PDL: tl.constexpr,
@@ -195,7 +195,9 @@ def _join_kernel(
         factor = tl.exp2(tl.load(largest_ptr + at, mask=there, other=float("-inf")) - base)
         weight += tl.load(weight_ptr + at, mask=there, other=0.0) * factor
         sums = tl.load(
-            sums_ptr + at[:, None] * V_WIDTH + offs_v[None, :], mask=there[:, None] & inside[None, :], other=0.0
+            sums_ptr + at[:, None] * V_WIDTH + offs_v[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
         )
         total += tl.sum(sums * factor[:, None], 0)
     total = tl.reshape(turned(tl.reshape(total, [1, V_COLUMNS]), 1, V_COLUMNS, TURN), [V_COLUMNS])
@@ -226,8 +228,8 @@ def _whole_logits(
     counts = (offs_w < WHOLE) & (token >= 0) & (token < length)
     q = widened(tl.load(query_ptr + offs_k, mask=offs_k < WIDTH, other=0.0))
     k = tl.load(
-        k_ptr + offs_w[:, None] * stride_kt + offs_k[None, :], mask=counts[:, None] & (offs_k < WIDTH)[None, :],
-        other=0.0,
+        k_ptr + offs_w[:, None] * stride_kt + offs_k[None, :],
+        mask=counts[:, None] & (offs_k < WIDTH)[None, :], other=0.0,
     )  # fmt: skip
     k = widened(k)
     if center_ptr is not None:  # codes are of keys less the center, which softmax does not notice
