@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from neuzip.choices import KvForm
 from neuzip.errors import NeuzipError, is_out_of_memory
 from neuzip.kernels import linear_cross_entropy as kernels
 from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistics, sums
 from neuzip.kernels.linear_cross_entropy.head import DTYPES
 from neuzip.kernels.packed_linear.tensor import PackedTensor
-from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
@@ -69,10 +69,10 @@ class HeadedModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, kv_bits: int | None = None, kv_span: Range = "absmax"
+        self, model: PreTrainedModel, *, kv_bits: int | None = None, kv_form: KvForm = "rotated"
     ) -> None:
         self.model = model
-        self.kv_bits, self.kv_span = kv_bits, kv_span
+        self.kv_bits, self.kv_form = kv_bits, kv_form
         self.device = input_device(model)
         self.seconds, self.fed = 0.0, 0
         self.scale: float = 1.0
@@ -141,7 +141,7 @@ class HeadedModel:
     def _run(self, ids: Tensor) -> Tensor:
         options: dict[str, Any] = {"use_cache": False}
         if self.kv_bits is not None:
-            cache = KVCache(self.model.config, self.kv_bits, span=self.kv_span)
+            cache = KVCache(self.model.config, self.kv_bits, form=self.kv_form)
             options = {"use_cache": True, "past_key_values": cache}
         logits: Tensor = self.model(input_ids=ids.to(self.device), **options).logits
         if self.kv_bits is not None:

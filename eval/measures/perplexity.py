@@ -103,6 +103,7 @@ class MeasuredModel:
     tokens_per_second: float
     formed: str | None
     kv_bits: int | None = None
+    kv_form: KvForm = "rotated"
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
     activations: Activations | None = None
