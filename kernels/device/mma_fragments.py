@@ -59,7 +59,7 @@ def under(word, UPPER: tl.constexpr, BYTE: tl.constexpr, COMPILED: tl.constexpr)
     if COMPILED:
         upper = tl.full(word.shape, UPPER, tl.int32)
         result = tl.inline_asm_elementwise(
-            f"prmt.b32 $0, $1, $2, {0x7550 + BYTE};", "=r,r,r", [word, upper],
+            _permute(0x7550 + BYTE), "=r,r,r", [word, upper],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -95,7 +95,7 @@ def pair_of(first, second, HALF: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def transposed(pair, COMPILED: tl.constexpr):
-    """Of an 8 x 8 matrix, of which thread (r, q) has columns 2 q, 2 q + 1 of row r: the transpose."""
+    """The transpose of an 8 x 8 matrix, of which thread (r, q) has columns 2 q and 2 q + 1 of row r."""
     if COMPILED:
         turned = tl.inline_asm_elementwise(
             "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [pair],
@@ -108,12 +108,22 @@ def transposed(pair, COMPILED: tl.constexpr):
     return turned
 
 
+@triton.constexpr_function
+def _exchange(lanes):
+    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+
+
+@triton.constexpr_function
+def _permute(selector):
+    return f"prmt.b32 $0, $1, $2, {selector};"
+
+
 @triton.jit
 def exchanged(number, LANES: tl.constexpr, COMPILED: tl.constexpr):
     """What thread t ^ LANES of a warp has, fp32 [32]; LANES is a power of two."""
     if COMPILED:
         others = tl.inline_asm_elementwise(
-            f"shfl.sync.bfly.b32 $0, $1, {LANES}, 0x1f, 0xffffffff;", "=f,f", [number],
+            _exchange(LANES), "=f,f", [number],
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:

@@ -82,8 +82,11 @@ def test_kernels_store_and_load_the_bits_of_torch(
     made = []
     for store, place in ((by_torch, torch.device("cpu")), (triton_store.store, device)):
         rooms = [
-            room((2, 3, 30, width), bits, group=group, center=center, dtype=dtype, device=place)
-            for center in (True, False)
+            room((2, 3, 30, width), b, group=g, center=center, dtype=dtype, device=place)
+            for b, g, center in (
+                (bits, group, True),
+                (3 if bits == 8 else bits + 1, 64, False),
+            )  # in one launch
         ]
         for heads in rooms:
             heads.words.fill_(-1)

@@ -1,8 +1,14 @@
-"""What kernels are told of `Heads`: strides of arrays that may be missing, and how scales lie."""
+"""What kernels are told of `Heads`: words of planes, strides of what may be missing, how scales lie."""
 
 from __future__ import annotations
 
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.quantizers import plane_widths, words
+
+
+def plane_counts(heads: Heads) -> tuple[int, ...]:
+    """Words of each plane of a token's codes."""
+    return tuple(words(heads.width, width) for width in plane_widths(heads.bits))
 
 
 def scales_are_together(heads: Heads) -> bool:

@@ -29,7 +29,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
-from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides
+from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides, plane_counts
 from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width
 from neuzip.kernels.kv_cache.triton.mma_codes import (
     group_patterns,
@@ -51,7 +51,6 @@ from neuzip.kernels.kv_cache.triton.shares import (
     is_bool,
     join,
     mask_stride,
-    plane_counts,
     queries_of_a_head,
     share_count,
 )

@@ -25,6 +25,12 @@ def turn_width(heads: Heads) -> int:
     return 1 if heads.group is None else block_width(heads.width)
 
 
+@triton.constexpr_function
+def power_of_two(count):
+    """The least power of two that is not less than a constant."""
+    return 1 << (count - 1).bit_length()
+
+
 @triton.jit
 def turned(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr):
     """Blocks of TURN columns of x, fp32 [ROWS, COLUMNS], times the Hadamard matrix over sqrt(TURN).

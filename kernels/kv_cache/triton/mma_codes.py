@@ -19,7 +19,7 @@ from neuzip.kernels.device.mma_fragments import (
     twice,
     under,
 )
-from neuzip.kernels.kv_cache.triton.groups import scale_of_byte
+from neuzip.kernels.kv_cache.triton.groups import power_of_two, scale_of_byte
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def group_sums(
 @triton.jit
 def group_patterns(ptr, token, COUNT: tl.constexpr):
     """The COUNT elements, each of one group or of several, that tokens [32] have in an array: a tuple."""
-    EACH: tl.constexpr = triton.next_power_of_2(COUNT)
+    EACH: tl.constexpr = power_of_two(COUNT)
     return load_columns(ptr + token * COUNT, token * 0, COUNT, EACH, EACH == COUNT)
 
 

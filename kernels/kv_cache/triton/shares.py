@@ -20,9 +20,8 @@ from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import center_strides, scales_are_together, whole_strides
-from neuzip.kernels.kv_cache.triton.groups import turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import power_of_two, turn_width, turned
 from neuzip.kernels.kv_cache.triton.store import padded
-from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.tuning import launch_for
 
 WIDEST = 256
@@ -98,11 +97,6 @@ def share_count(
     table = launch_for(kernel, device, **shape)
     wanted = -(-table["programs"] * multiprocessors(device) // max(programs, 1))
     return int(max(1, min(wanted, -(-tokens // step), table["most_shares"])))
-
-
-def plane_counts(heads: Heads) -> tuple[int, ...]:
-    """Words of each plane of a token's codes."""
-    return tuple(words(heads.width, width) for width in plane_widths(heads.bits))
 
 
 def mask_stride(mask: Tensor | None) -> int:
@@ -203,7 +197,7 @@ def _join_kernel(
     total = tl.reshape(turned(tl.reshape(total, [1, V_COLUMNS]), 1, V_COLUMNS, TURN), [V_COLUMNS])
     all_weights = tl.sum(weight, 0)
     if WHOLE > 0:
-        offs_w = tl.arange(0, triton.next_power_of_2(WHOLE))
+        offs_w = tl.arange(0, power_of_two(WHOLE))
         v_ptr += text * stride_vb + head * stride_vh
         v = tl.load(
             v_ptr + offs_w[:, None] * stride_vt + offs_v[None, :],
@@ -222,7 +216,7 @@ def _whole_logits(
     MASK_IS_BOOL: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Logits in base 2 of the tokens that are kept whole, `begin` being the first of a text."""
-    offs_w = tl.arange(0, triton.next_power_of_2(WHOLE))
+    offs_w = tl.arange(0, power_of_two(WHOLE))
     offs_k = tl.arange(0, COLUMNS)
     token = begin + offs_w
     counts = (offs_w < WHOLE) & (token >= 0) & (token < length)

@@ -19,11 +19,12 @@ from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import (
     center_strides,
     first_bit_strides,
+    plane_counts,
     scales_are_together,
     whole_strides,
 )
 from neuzip.kernels.kv_cache.triton.groups import NAN_BYTE, SCALE_UNIT, scale_of_byte, turn_width, turned
-from neuzip.kernels.quantizers import plane_widths, words
+from neuzip.kernels.quantizers import plane_widths
 from neuzip.kernels.quantizers.kv_groups import COVER
 from neuzip.kernels.tuning import launch_for
 
@@ -43,14 +44,13 @@ def padded(width: int) -> int:
 
 
 def store(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
-    """`kv_cache.store` on a GPU, in one launch if all `heads` have one layout.
+    """`kv_cache.store` on a GPU, in one launch if all `states` have one shape.
 
     Raises ValueError for shapes and strides that do not fit, and for groups that are no power of two.
     """
     for one, x in zip(heads, states, strict=True):
         _check(one, x)
-    alike = len({(_layout(one), x.shape, x.dtype) for one, x in zip(heads, states, strict=True)}) == 1
-    if alike:
+    if len({(one.capacity, x.shape, x.dtype) for one, x in zip(heads, states, strict=True)}) == 1:
         _launch(heads, states, at, first)
     else:
         for one, x in zip(heads, states, strict=True):
@@ -67,36 +67,37 @@ def _check(heads: Heads, x: Tensor) -> None:
         raise ValueError(f"the kernel stores groups of a power of two of numbers, not of {heads.group}")
 
 
-def _layout(heads: Heads) -> tuple[object, ...]:
-    """What has to be the same for heads that a launch takes together."""
-    tensors = heads.words, heads.scale, heads.zero, heads.first_bits, heads.first
-    of_tensors = ((t.shape, t.stride(), t.dtype) for t in tensors if t is not None)
-    return heads.width, heads.bits, heads.group, *of_tensors
-
-
 def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
-    """One launch for heads of one layout."""
-    one, (batch, count, tokens, width) = heads[0], states[0].shape
+    """One launch for heads whose states have one shape, each in its own form."""
+    batch, count, tokens, width = states[0].shape
     if not states[0].numel():
         return
     columns = padded(width)
     rows = min(1 << (tokens - 1).bit_length(), max(1, NUMBERS // columns))
-    centered = next((h for h in heads if h.center is not None), one)
     launch(
         _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
         tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
         tuple(h.zero for h in heads), tuple(h.first_bits for h in heads), tuple(h.first for h in heads),
-        centered.center, centered.still, first, at,
-        tokens, one.capacity, width, count, tuple(x.stride()[:3] for x in states),
-        *one.words.stride()[:3], *one.scale.stride()[:2],
-        *first_bit_strides(one), *whole_strides(one), *center_strides(centered),
-        AT_IS_POINTER=isinstance(at, Tensor), BITS=one.bits, WIDTHS=plane_widths(one.bits),
-        COUNTS=tuple(words(width, w) for w in plane_widths(one.bits)), FIRST_COUNT=words(width, 1),
-        GROUPS=one.scale.shape[3], GROUP=min(columns, one.group or columns), COVER=COVER[one.bits],
-        WHOLE=one.whole, CENTERED=tuple(h.center is not None for h in heads), TURN=turn_width(one),
-        ROWS=rows, COLUMNS=columns, **launch_for("kv_cache.store", first.device, numbers=rows * columns),
+        tuple(h.center for h in heads), tuple(h.still for h in heads), first, at, tokens, heads[0].capacity,
+        count, tuple(_strides(h, x) for h, x in zip(heads, states, strict=True)),
+        AT_IS_POINTER=isinstance(at, Tensor), FORMS=tuple(_form(h, columns) for h in heads),
+        WIDTHS=tuple(plane_widths(h.bits) for h in heads), COUNTS=tuple(plane_counts(h) for h in heads),
+        WIDTH=width, ROWS=rows, COLUMNS=columns,
+        **launch_for("kv_cache.store", first.device, numbers=rows * columns),
         COMPILED=is_compiled(_store_kernel), enable_fp_fusion=False, pdl=True, device=first.device,
     )  # fmt: skip
+
+
+def _strides(heads: Heads, x: Tensor) -> tuple[int, ...]:
+    """Those of all arrays of a head: of states and words three, of scales two, and of what may be missing."""
+    held = *x.stride()[:3], *heads.words.stride()[:3], *heads.scale.stride()[:2]
+    return *held, *first_bit_strides(heads), *whole_strides(heads), *center_strides(heads)
+
+
+def _form(heads: Heads, columns: int) -> tuple[int | float, ...]:
+    """Bits, groups and their width, the range that codes cover, whole tokens, the width of the rotation."""
+    group = min(columns, heads.group or columns)
+    return heads.bits, heads.scale.shape[3], group, COVER[heads.bits], heads.whole, turn_width(heads)
 
 
 @triton.jit
@@ -215,44 +216,59 @@ def _center(
     return center
 
 
+@triton.constexpr_function
+def _entry(constants, i):
+    """Entry i of a tuple of tuples, as a constant."""
+    return constants[i]
+
+
 @triton.jit(do_not_specialize=["at_ptr", "tokens", "capacity"])
 def _store_kernel(
-    xs, words_ptrs, scale_ptrs, zero_ptrs, first_bits_ptrs, whole_ptrs, center_ptr, still_ptr, first_ptr,
-    at_ptr,
-    tokens, capacity, width, heads, x_strides, stride_wb, stride_wh, stride_wt,
-    stride_sb, stride_sh, stride_fb, stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
-    AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
-    FIRST_COUNT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, COVER: tl.constexpr,
-    WHOLE: tl.constexpr, CENTERED: tl.constexpr, TURN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr, COMPILED: tl.constexpr,
+    xs, words_ptrs, scale_ptrs, zero_ptrs, first_bits_ptrs, whole_ptrs, center_ptrs, still_ptrs, first_ptr,
+    at_ptr, tokens, capacity, heads, strides,
+    AT_IS_POINTER: tl.constexpr, FORMS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a head, of the first `Heads` or of those after it."""
     if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    x_ptr, words_ptr, scale_ptr, zero_ptr = xs[0], words_ptrs[0], scale_ptrs[0], zero_ptrs[0]
-    first_bits_ptr, whole_ptr = first_bits_ptrs[0], whole_ptrs[0]
-    stride_xb, stride_xh, stride_xt = x_strides[0]
-    is_centered = (head < heads) & CENTERED[0]
-    for i in tl.static_range(1, len(xs)):
-        if tl.program_id(1) >= i * heads:
-            head = (tl.program_id(1) - i * heads).to(tl.int64)
-            x_ptr, words_ptr, scale_ptr = xs[i], words_ptrs[i], scale_ptrs[i]
-            stride_xb, stride_xh, stride_xt = x_strides[i]
-            is_centered = (head < heads) & CENTERED[i]
-            if zero_ptr is not None:
-                zero_ptr = zero_ptrs[i]
-            if first_bits_ptr is not None:
-                first_bits_ptr = first_bits_ptrs[i]
-            if whole_ptr is not None:
-                whole_ptr = whole_ptrs[i]
+    text = tl.program_id(2).to(tl.int64)
     at = (tl.load(at_ptr) if AT_IS_POINTER else at_ptr).to(tl.int64)
     first = tl.load(first_ptr + text)
+    for i in tl.static_range(len(xs)):
+        if tl.program_id(1) // heads == i:
+            _store_rows(
+                xs[i], words_ptrs[i], scale_ptrs[i], zero_ptrs[i], first_bits_ptrs[i], whole_ptrs[i],
+                center_ptrs[i], still_ptrs[i], text, (tl.program_id(1) - i * heads).to(tl.int64), first, at,
+                tokens, capacity, strides[i],
+                _entry(FORMS, i), _entry(WIDTHS, i), _entry(COUNTS, i), WIDTH, ROWS, COLUMNS, COMPILED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_rows(
+    x_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, still_ptr, text, head,
+    first, at, tokens, capacity, strides,
+    FORM: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one head of one text."""
+    BITS: tl.constexpr = FORM[0]
+    GROUPS: tl.constexpr = FORM[1]
+    GROUP: tl.constexpr = FORM[2]
+    COVER: tl.constexpr = FORM[3]
+    WHOLE: tl.constexpr = FORM[4]
+    TURN: tl.constexpr = FORM[5]
+    (
+        stride_xb, stride_xh, stride_xt, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb,
+        stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
+    ) = strides  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     there = (rows < tokens) & (at + rows >= 0) & (at + rows < capacity)  # what does not fit is dropped
-    real = columns < width
+    real = columns < WIDTH
     x_ptr += text * stride_xb + head * stride_xh
     x = tl.load(
         x_ptr + rows[:, None] * stride_xt + columns[None, :], mask=there[:, None] & real[None, :], other=0.0
@@ -267,18 +283,17 @@ def _store_kernel(
             rounded(x, whole_ptr.dtype.element_ty, COMPILED),
             mask=(there & (place >= 0) & (place < WHOLE))[:, None] & real[None, :],
         )  # fmt: skip
-    if center_ptr is not None:  # noqa: SIM102  (the compiler knows this, not what follows)
-        if is_centered:
-            center = _center(
-                x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr + text * stride_cb + head * stride_ch,
-                still_ptr, first - at, tokens, columns, real, WHOLE, COMPILED,
-            )  # fmt: skip
-            x = tl.where((place >= WHOLE)[:, None], x - center[None, :], x)
+    if center_ptr is not None:
+        center = _center(
+            x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr + text * stride_cb + head * stride_ch,
+            still_ptr, first - at, tokens, columns, real, WHOLE, COMPILED,
+        )  # fmt: skip
+        x = tl.where((place >= WHOLE)[:, None], x - center[None, :], x)
 
     words = words_ptr + text * stride_wb + head * stride_wh + to[:, None] * stride_wt  # [ROWS, 1]
     scales = text * stride_sb + head * stride_sh + to * GROUPS
     if zero_ptr is None:
-        KIND: tl.constexpr = scale_ptrs[0].dtype.element_ty
+        KIND: tl.constexpr = scale_ptr.dtype.element_ty
         steps = tl.full([ROWS], (1 << BITS) - 1, tl.float32)
         is_first = (place == 0) & (first_bits_ptr is not None)
         if first_bits_ptr is not None:
@@ -287,7 +302,7 @@ def _store_kernel(
         tl.store(scale_ptr + scales, scale.to(KIND), mask=there)
         if first_bits_ptr is not None:
             bits = first_bits_ptr + text * stride_fb + head * stride_fh + rows[:, None] * 0
-            _store_plane(bits, codes >> BITS, there & is_first, FIRST_COUNT, ROWS, COLUMNS, 1)
+            _store_plane(bits, codes >> BITS, there & is_first, (WIDTH + 31) // 32, ROWS, COLUMNS, 1)
     else:
         x = turned(x, ROWS, COLUMNS, TURN)
         codes, byte, zero = _group_codes(x, real, BITS, COVER, GROUP, ROWS, COLUMNS)
