@@ -219,7 +219,7 @@ print(json.dumps(shared))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 5)],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 5), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 5)],
     ids=[
         "linear heads",
         "attention",
