@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName
+from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName, KvForm
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.large_imports import import_large
@@ -61,6 +61,7 @@ class EvalOptions:
     expert_memory: int | None
     activations: Activations | None
     kv_bits: options.KvBits | None
+    kv_form: KvForm
     attention: Attention
     sparsity: bool
     page: Path | None
@@ -133,7 +134,7 @@ def _measure(
             paths, document, conventions=names, window=chosen.window, stride=chosen.stride,
             max_tokens=chosen.max_tokens, device=chosen.device, device_map=chosen.device_map,
             dtype=chosen.dtype, residency=chosen.residency, expert_memory=chosen.expert_memory,
-            activations=mode, kv_bits=options.bits(chosen.kv_bits), attention=chosen.attention,
+            activations=mode, kv_bits=options.bits(chosen.kv_bits), kv_form=chosen.kv_form, attention=chosen.attention,
         )  # fmt: skip
         evaluation = _evaluate_text(out, ranks, task, by_default=names is None)
         if chosen.sparsity and ranks.is_first:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from neuzip.choices import Activations, Attention, DeviceName
+from neuzip.choices import Activations, Attention, DeviceName, KvForm
 from neuzip.cli import tracebacks
 from neuzip.errors import UsageError
 from neuzip.runtime.residencies import RESIDENCIES, Residency, in_words
@@ -88,6 +88,10 @@ KvBits = Literal["8", "4", "3"]
 KvBitsOption = Annotated[
     KvBits | None,
     typer.Option("--kv-bits", help="Quantise the KV cache to N bits", show_default=False),
+]
+KvFormOption = Annotated[
+    KvForm,
+    typer.Option("--kv-form", help="How --kv-bits quantises: rotated, in groups; or a4.8, one scale per head"),
 ]
 AttentionOption = Annotated[
     Attention,

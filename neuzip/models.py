@@ -15,7 +15,7 @@ from neuzip.arguments import (
     require_paths,
     require_texts,
 )
-from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvBits
+from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvBits, KvForm
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
 from neuzip.eval.measures.convention_names import BOS, NAMES
@@ -57,6 +57,7 @@ def generate(
     min_p: float = 0.0,
     seed: int | None = None,
     kv_bits: KvBits | None = None,
+    kv_form: KvForm = "rotated",
     residency: Residency = "dense",
     expert_memory: int | None = None,
     activations: Activations | None = None,
@@ -75,7 +76,8 @@ def generate(
     `chat`. The text ends after `max_new_tokens` tokens, where the model ends it, or before the first of the
     strings `stop`. `temperature` 0 is greedy. With a higher temperature, neuzip samples from the `top_k` most
     likely tokens (0: all), from the nucleus of probability `top_p`, and from tokens at least `min_p` times as
-    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache.
+    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache,
+    in the form `kv_form`: see `KVCache`.
     `graph` replays steps as a CUDA graph on a GPU. `on_text` is called with each piece of text as it comes.
 
     The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
@@ -85,6 +87,7 @@ def generate(
     require_texts(prompt=prompt, system=system or "")
     require_counts(max_new_tokens=max_new_tokens)
     require_one_of((*get_args(KvBits), None), kv_bits=kv_bits)
+    require_one_of(get_args(KvForm), kv_form=kv_form)
     require_seed(seed)
     require_stop(ends)
     if isinstance(model, str | os.PathLike):
@@ -109,7 +112,7 @@ def generate(
         path = local("model", origin)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
     return generate_from(
-        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=kv_bits,
+        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=kv_bits, kv_form=kv_form,
         on_text=on_text or (lambda text: None), loop="auto" if graph else "transformers",
     )  # fmt: skip
 
@@ -130,6 +133,7 @@ def evaluate(
     expert_memory: int | None = None,
     activations: Activations | None = None,
     kv_bits: KvBits | None = None,
+    kv_form: KvForm = "rotated",
     attention: Attention = "recorded",
 ) -> Evaluation:
     """Measure the perplexity of a model on a text, and its KL divergence from the original.
@@ -141,7 +145,7 @@ def evaluate(
     `window` is the number of tokens predicted per window, and `stride` the distance between strided windows.
     `max_tokens` limits the evaluation to the first tokens of the text. `device_map` spreads each model over
     all GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
-    `activations`, `kv_bits` and `attention` apply to the model of `source`, not to the original.
+    `activations`, `kv_bits`, `kv_form` and `attention` apply to the model of `source`, not to the original.
     `expert_memory` limits the bytes of experts on a GPU, as in `load_model`.
 
     The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
@@ -151,6 +155,7 @@ def evaluate(
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)
     require_one_of((*get_args(KvBits), None), kv_bits=kv_bits)
+    require_one_of(get_args(KvForm), kv_form=kv_form)
     require_one_of(get_args(DtypeName), dtype=dtype)
     require_one_of((*get_args(DeviceMap), None), device_map=device_map)
     _require_ways(residency, activations, attention)
@@ -165,7 +170,7 @@ def evaluate(
     task = prepare(
         paths, document, conventions=names, window=window, stride=stride,
         max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
-        expert_memory=expert_memory, activations=mode, kv_bits=kv_bits, attention=attention,
+        expert_memory=expert_memory, activations=mode, kv_bits=kv_bits, kv_form=kv_form, attention=attention,
     )  # fmt: skip
     return evaluate_task(task, divergence=original is not None)
 

@@ -27,7 +27,7 @@ EXAMPLES = [
 GROUPS = {
     "Text and perplexity": ("text", "original", "conventions", "window", "stride", "max_tokens"),
     "How the model runs": (
-        "residency", "expert_memory", "activations", "kv_bits", "attention", "dtype", "device", "device_map",
+        "residency", "expert_memory", "activations", "kv_bits", "kv_form", "attention", "dtype", "device", "device_map",
     ),
     "Benchmark tasks": ("tasks", "limit"),
     "Report": ("page", "sweep", "sparsity", "overwrite"),
@@ -39,6 +39,7 @@ NEEDS = {
          "--attention", "--sparsity", "--report"), ("--text",),
     ),
     "--sweep": ("--report",),
+    "--kv-form": ("--kv-bits",),
     "--overwrite": ("--report",),
     "--limit": ("--tasks",),
 }  # fmt: skip
@@ -138,6 +139,7 @@ def command(
     expert_memory: options.ExpertMemoryOption = None,
     activations: options.ActivationsOption = None,
     kv_bits: KvBitsOption = None,
+    kv_form: options.KvFormOption = "rotated",
     attention: AttentionOption = "recorded",
     sparsity: SparsityOption = False,
     page: PageOption = None,
@@ -156,7 +158,7 @@ def command(
             src=src, text=text, original=original, conventions=conventions, window=window, stride=stride,
             max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
             expert_memory=options.size(expert_memory), activations=activations, kv_bits=kv_bits,
-            attention=attention, sparsity=sparsity, page=page, sweep=sweep,
+            kv_form=kv_form, attention=attention, sparsity=sparsity, page=page, sweep=sweep,
             tasks=tasks, limit=limit, overwrite=overwrite, json=json, quiet=quiet,
         )
     )  # fmt: skip

@@ -46,6 +46,7 @@ GROUPS = {
         "expert_memory",
         "activations",
         "kv_bits",
+        "kv_form",
         "attention",
         "device",
         "graph",
@@ -115,6 +116,7 @@ def command(
     expert_memory: options.ExpertMemoryOption = None,
     activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
+    kv_form: options.KvFormOption = "rotated",
     attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
     graph: GraphOption = True,
@@ -168,7 +170,7 @@ def command(
     with out.stream() as write:
         generation = generate(
             model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=options.bits(kv_bits),
-            on_text=write, loop="auto" if graph else "transformers",
+            kv_form=kv_form, on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     run = GenerationRun(
         generation, text, task.ids.numel(), load_seconds, peak_bytes(place), residency,

@@ -54,6 +54,7 @@ OBJECTS: Mapping[str, Keys] = {
         | standard error
         formed            : string or null - why all logits had to be materialised
         kv_bits           : integer or null - bits of the KV cache
+        kv_form           : string or null - form of the KV cache: rotated or a4.8
         attention_bits    : list of (integer or null) or null - bits of each layer's attention, null for
         | full precision
         attention_calls   : map of integer - number of attention calls by how they ran

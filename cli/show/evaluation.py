@@ -110,7 +110,7 @@ def show_evaluation(out: Output, evaluation: Evaluation) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{residency}{_inputs(e)}{many}; {versions}")
     if e.models[-1].kv_bits is not None:
-        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1].kv_bits)}")
+        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1].kv_bits, e.models[-1].kv_form)}")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")
@@ -133,9 +133,11 @@ def _inputs(e: Evaluation) -> str:
     return ", activations " + ", ".join(f"{mode} {name}" for name, mode in zip(_names(e), modes, strict=True))
 
 
-def _kv_text(bits: int) -> str:
+def _kv_text(bits: int, form: str | None) -> str:
+    if form != "a4.8":
+        return f"{bits} bits; the first 4 tokens of a window are not quantised"
     first = "; the first token of a window keeps 4" if bits == 3 else ""
-    return f"{bits} bits{first}"
+    return f"{bits} bits, in the form a4.8{first}"
 
 
 def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from neuzip.choices import KvForm
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels.step import can_find
 from neuzip.runtime import buffers
@@ -119,7 +120,7 @@ class GreedyDecoder:
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
     With `later` the first prompt comes first, and `capture` captures: the first token need not wait for that.
-    With `kv_bits` keys and values are kept in as many bits, and nothing is put off. Without `fuse` a graph
+    With `kv_bits` keys and values are kept in as many bits, in the form `kv_form`, and nothing is put off. Without `fuse` a graph
     has the kernels that the model's own code launches: see `fused_step`, and `static_cache` of heads that no
     fused attention takes.
 
@@ -137,6 +138,7 @@ class GreedyDecoder:
         *,
         graph: bool = True,
         kv_bits: int | None = None,
+        kv_form: KvForm = "rotated",
         compiled: bool = False,
         fuse: bool = True,
         later: bool = False,
@@ -156,7 +158,9 @@ class GreedyDecoder:
         self._cache = (
             static_cache(model.config, max_length, self._positions, padded=self._fuse and can_pad(model))
             if kv_bits is None
-            else KVCache(model.config, kv_bits, max_length=max_length, places=self._positions)
+            else KVCache(
+                model.config, kv_bits, max_length=max_length, form=kv_form, places=self._positions
+            )
         )
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._known = frozenset(inspect.signature(model.forward).parameters)
