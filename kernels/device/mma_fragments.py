@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from neuzip.kernels.device.floats import rounded
+
 
 @triton.jit
 def multiply(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
@@ -52,6 +54,20 @@ def side_by_side(low, high, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def under(word, UPPER: tl.constexpr, BYTE: tl.constexpr, COMPILED: tl.constexpr):
+    """Byte BYTE of an int32 under the three upper bytes of a constant, whose two in the middle are alike."""
+    if COMPILED:
+        upper = tl.full(word.shape, UPPER, tl.int32)
+        result = tl.inline_asm_elementwise(
+            _permute(0x7550 + BYTE), "=r,r,r", [word, upper],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = ((word >> (8 * BYTE)) & 0xFF) | UPPER
+    return result
+
+
+@triton.jit
 def float_of(pattern, HALF: tl.constexpr):
     """What 16 bits in the lower half of an int32 are worth."""
     if HALF:
@@ -62,24 +78,88 @@ def float_of(pattern, HALF: tl.constexpr):
 
 
 @triton.jit
-def less(pair, NUMBER: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """Both numbers of a pair less another, where that is exact."""
+def pair_of(first, second, HALF: tl.constexpr, COMPILED: tl.constexpr):
+    """Two fp32 rounded to 16 bits, as a pair."""
     if COMPILED:
         KIND: tl.constexpr = "f16x2" if HALF else "bf16x2"
-        one = _twice(tl.full(pair.shape, 1, tl.float32), HALF)
-        addend = _twice(tl.full(pair.shape, -NUMBER, tl.float32), HALF)
-        lessened = tl.inline_asm_elementwise(
-            "fma.rn." + KIND + " $0, $1, $2, $3;", "=r,r,r,r", [pair, one, addend],
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [first, second],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        first = _pattern(float_of(pair, HALF) - NUMBER, HALF)
-        lessened = first | (_pattern(float_of(pair >> 16, HALF) - NUMBER, HALF) << 16)
-    return lessened
+        NUMBERS: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+        low = rounded(first, NUMBERS, COMPILED).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        pair = low | (rounded(second, NUMBERS, COMPILED).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return pair
 
 
 @triton.jit
-def _twice(number, HALF: tl.constexpr):
+def transposed(pair, COMPILED: tl.constexpr):
+    """The transpose of an 8 x 8 matrix, of which thread (r, q) has columns 2 q and 2 q + 1 of row r."""
+    if COMPILED:
+        turned = tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [pair],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        rows = tl.reshape(tl.join(pair & 0xFFFF, (pair >> 16) & 0xFFFF), [8, 8])
+        low, high = tl.split(tl.reshape(tl.trans(rows), [32, 2]))
+        turned = low | (high << 16)
+    return turned
+
+
+@triton.constexpr_function
+def _exchange(lanes):
+    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+
+
+@triton.constexpr_function
+def _permute(selector):
+    return f"prmt.b32 $0, $1, $2, {selector};"
+
+
+@triton.jit
+def exchanged(number, LANES: tl.constexpr, COMPILED: tl.constexpr):
+    """What thread t ^ LANES of a warp has, fp32 [32]; LANES is a power of two."""
+    if COMPILED:
+        others = tl.inline_asm_elementwise(
+            _exchange(LANES), "=f,f", [number],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        halves = tl.trans(tl.reshape(number, [16 // LANES, 2, LANES]), 0, 2, 1)
+        first, second = tl.split(halves)
+        others = tl.reshape(tl.trans(tl.join(second, first), 0, 2, 1), [32])
+    return others
+
+
+@triton.jit
+def times_plus(pair, factors, addends, HALF: tl.constexpr, COMPILED: tl.constexpr):
+    """Both numbers of a pair times one of another pair, plus one of a third, rounded once."""
+    if COMPILED:
+        KIND: tl.constexpr = "f16x2" if HALF else "bf16x2"
+        result = tl.inline_asm_elementwise(
+            "fma.rn." + KIND + " $0, $1, $2, $3;", "=r,r,r,r", [pair, factors, addends],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = pair_of(
+            float_of(pair, HALF) * float_of(factors, HALF) + float_of(addends, HALF),
+            float_of(pair >> 16, HALF) * float_of(factors >> 16, HALF) + float_of(addends >> 16, HALF),
+            HALF, COMPILED,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def less(pair, NUMBER: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
+    """Both numbers of a pair less another, where that is exact."""
+    one = twice(tl.full(pair.shape, 1, tl.float32), HALF)
+    return times_plus(pair, one, twice(tl.full(pair.shape, -NUMBER, tl.float32), HALF), HALF, COMPILED)
+
+
+@triton.jit
+def twice(number, HALF: tl.constexpr):
     """The pair of an fp32 and itself."""
     pattern = _pattern(number, HALF)
     return pattern | (pattern << 16)

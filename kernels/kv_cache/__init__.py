@@ -26,9 +26,9 @@ The plain form, of BitNet a4.8 (section 3.1), has no group:
 `first`, an argument of the functions, says which token is the first of each text, counted from the begin of
 the memory; negative where it is no longer there.
 
-`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU, of many tokens and one by
-one. `attend` is softmax attention of one query a text. On a GPU Triton does it in the plain form, torch in
-the other.
+`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU, of many tokens and one by one.
+`attend` is softmax attention of one query a text. They choose by where the tensors lie: Triton on a GPU, plain
+torch on a CPU.
 
 With groups of 32 a head of 128 numbers takes 56 bytes in 3 bits, scales included, 72 in 4 and 136 in 8 (in
 the plain form 50, 66 and 130); in bf16 it takes 256.
@@ -59,11 +59,11 @@ def store(
     """Quantise keys and values, [B, H, T, width] each, and write them to the tokens from `at` on.
 
     `at` is a number, or int64 on the device, the first of which counts.
-    `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that
-    are stored otherwise. Nobody waits for a GPU. In the plain form Triton does it on a GPU, all `states` in
-    one launch if all `heads` have one layout, else torch.
+    `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that are
+    stored otherwise. Nobody waits for a GPU. On a GPU Triton does it, all `states` in one launch if all `heads`
+    have one layout, else torch.
     """
-    if first.is_cuda and all(one.group is None for one in heads):
+    if first.is_cuda:
         from neuzip.kernels.kv_cache.triton.store import store as on_gpu
 
         on_gpu(heads, states, at, first)
@@ -74,7 +74,7 @@ def store(
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of all tokens, [B, H, N, width]: in fp32, one rounding an operation, then in `dtype`."""
-    if heads.words.is_cuda and heads.group is None:
+    if heads.words.is_cuda:
         from neuzip.kernels.kv_cache.triton.load import load as on_gpu
 
         return on_gpu(heads, first, dtype)
@@ -94,11 +94,10 @@ def attend(
     """softmax(scaling query keys^T + mask) values for one query: [B, H', D] to [B, H', D'] in its dtype.
 
     H' is a multiple G of H: the queries h G to h G + G - 1 share a head. `length` tokens are there, a number
-    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. In
-    the plain form Triton does it on a GPU, in two steps that give the same bits each time, else torch on
-    dequantised numbers.
+    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. On
+    a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
     """
-    if query.is_cuda and keys.group is None and values.group is None:
+    if query.is_cuda:
         from neuzip.kernels.kv_cache.triton import attend as triton_attend
         from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 

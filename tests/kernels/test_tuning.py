@@ -51,10 +51,13 @@ def one_row(tiles: int, planes: int, lanes: int, processors: int) -> list[int]:
 
 
 def share_counts(tokens: int, programs: int, processors: int) -> list[int]:
-    count, kernels = shares.share_count.__wrapped__, {"attend": attend.STEP, "attend_mma": attend_mma.STEP}
+    count, shape = shares.share_count.__wrapped__, {"width": 128, "group": 4}
     return with_processors(  # type: ignore[no-any-return]
         shares, processors,
-        lambda: [count(f"kv_cache.{name}", tokens, programs, step, CPU) for name, step in kernels.items()],
+        lambda: [
+            count("kv_cache.attend", tokens, programs, attend.STEP, CPU),
+            count("kv_cache.attend_mma", tokens, programs, attend_mma.STEP, CPU, **shape),
+        ],
     )  # fmt: skip
 
 

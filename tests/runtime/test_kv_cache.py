@@ -321,13 +321,17 @@ def test_fragments_find_the_first_token_wherever_it_is(where: int, device: torch
     assert (found.cpu().double() - expected).norm() < 5e-4 * expected.norm()
 
 
-def test_fragments_are_for_narrow_heads_and_queries_of_16_bits():
-    narrow, wide = kv_cache.empty((1, 2, 8, 128), 4), kv_cache.empty((1, 2, 8, 130), 4)
-    assert triton_fragments.fits(states(1, 2, 128, dtype=torch.bfloat16), narrow, narrow)
-    assert not triton_fragments.fits(states(1, 2, 128), narrow, narrow)
-    assert not triton_fragments.fits(states(1, 2, 130, dtype=torch.bfloat16), wide, narrow)
-    gone = kv_cache.empty((1, 2, 0, 128), 4)
-    assert not triton_fragments.fits(states(1, 2, 128, dtype=torch.bfloat16), gone, gone)
+def test_fragments_are_for_queries_of_16_bits_and_groups_of_whole_instructions():
+    plain, query = kv_cache.empty((1, 2, 8, 130), 4), states(1, 2, 130, dtype=torch.bfloat16)
+    assert triton_fragments.fits(query, plain, plain)
+    assert not triton_fragments.fits(query.float(), plain, plain)
+    narrow = kv_cache.empty((1, 2, 8, 130), 4, group=16)
+    assert triton_fragments.fits(query, plain, narrow)
+    assert not triton_fragments.fits(query, narrow, plain)
+    in_fp16 = kv_cache.empty((1, 2, 8, 130), 4, scale_dtype=torch.float16)
+    assert not triton_fragments.fits(query, plain, in_fp16)
+    gone = kv_cache.empty((1, 2, 0, 130), 4)
+    assert not triton_fragments.fits(query, gone, gone)
 
 
 def test_the_bits_of_a_code_under_those_of_128_are_a_bf16():

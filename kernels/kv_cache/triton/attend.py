@@ -1,19 +1,15 @@
 """Attention of one query a text over heads in few bits, in Triton: flash decoding from the packed words.
 
-A program takes a share of the tokens of one head, for all queries of the head at once, G filled up to 16 as
-matrix instructions want it. Codes are small integers, exact in bf16 and fp16: products are taken with the
-codes, and scales come in afterwards,
-
-    logit = scale_k (q . code - half sum(q)) scaling       half = (2^bits - 1) / 2
-    out   = sum p scale_v (code - half)
-
-(with "minmax": + low in place of - half times the scale). In bf16 it is 128 + code that is multiplied, of
-up to 6 bits, as that needs no conversion, and half is 128 more. Each share leaves its sums, its largest
-logit and its sum of weights; a second kernel puts the shares together in a fixed order. Sums are fp32; q and
-p scale_v are rounded to the query's dtype, the latter after division by the largest scale_v of the step.
+For queries in fp32, and what else attend_mma.py is not made for. A program takes a share of the tokens of
+one head, for all queries of the head at once, G filled up to 16 as matrix instructions want it. Codes are
+made the numbers that they stand for, in fp32, and rounded to the query's dtype. Each share leaves its sums,
+its largest logit and its sum of weights; a second kernel puts the shares together in a fixed order. Sums are
+fp32.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -21,18 +17,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from neuzip.kernels.device.floats import widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides, plane_counts
+from neuzip.kernels.kv_cache.triton.groups import group_width, scale_of_byte, turn_width, turned
 from neuzip.kernels.kv_cache.triton.shares import (
     LOG2_E,
     QUERIES,
     ShareSums,
-    first_bit_strides,
     in_base_2,
     is_bool,
     join,
     mask_stride,
-    plane_counts,
     queries_of_a_head,
     share_count,
 )
@@ -71,23 +68,33 @@ def attend(
         *query.stride()[:2], mask_stride(mask), *_arguments(keys), *_arguments(values), keys.capacity,
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
         MULTIPLIED=_multiplied(query.dtype), GROUP=group, QUERIES=QUERIES, STEP=tile["step"],
-        K_BITS=keys.bits, K_WIDTHS=plane_widths(keys.bits), K_COUNTS=plane_counts(keys),
-        K_COLUMNS=padded(width),
-        V_BITS=values.bits, V_WIDTHS=plane_widths(values.bits), V_COUNTS=plane_counts(values),
-        V_COLUMNS=padded(values.width),
-        FIRST_COUNTS=(words(width, 1), words(values.width, 1)),
+        WHOLE=keys.whole, TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values),
         num_warps=config["num_warps"], num_stages=config["num_stages"], pdl=True, device=query.device,
     )  # fmt: skip
-    return join(query, parts)
+    return join(query, keys, values, first, parts, scaling=scaling, length=length, mask=mask)
 
 
 def _shares(tokens: int, programs: int, device: torch.device) -> int:
     return share_count("kv_cache.attend", tokens, programs, STEP, device)
 
 
+def rows_of(heads: Heads) -> tuple[Tensor | None, ...]:
+    """Words, scales, zero points or None, and the extra bits of the first token or None."""
+    return heads.words, heads.scale, heads.zero, heads.first_bits
+
+
 def _arguments(heads: Heads) -> tuple[Tensor | int | None, ...]:
-    strides = (*heads.words.stride()[:3], *heads.scale.stride()[:2])
-    return heads.words, heads.scale, None, heads.first_bits, *strides, *first_bit_strides(heads)
+    return *rows_of(heads), *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads)
+
+
+def _constants(letter: str, heads: Heads) -> dict[str, Any]:
+    """What the kernel knows of keys, "K", or values, "V", when it is compiled."""
+    return {
+        f"{letter}_BITS": heads.bits, f"{letter}_WIDTHS": plane_widths(heads.bits),
+        f"{letter}_COUNTS": plane_counts(heads), f"{letter}_COLUMNS": padded(heads.width),
+        f"{letter}_FIRST": words(heads.width, 1), f"{letter}_GROUPS": heads.scale.shape[3],
+        f"{letter}_GROUP": group_width(heads),
+    }  # fmt: skip
 
 
 def _multiplied(dtype: torch.dtype) -> tl.dtype:
@@ -123,18 +130,6 @@ def _plane(
 
 
 @triton.jit
-def _factors(codes, KIND: tl.constexpr, BITS: tl.constexpr):
-    """Codes as numbers to multiply with, and what has been added to each.
-
-    The bits of a code below 128, under those of the bf16 128, are the bf16 128 + code: nothing is converted.
-    """
-    if KIND.is_bf16() and BITS < 7:
-        return (codes | 0x4300).to(tl.uint16).to(tl.bfloat16, bitcast=True), 128.0
-    else:
-        return codes.to(KIND), 0.0
-
-
-@triton.jit
 def codes_of(
     rows, mask, first_bits_ptr, first_row, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
     FIRST_COUNT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -157,19 +152,47 @@ def codes_of(
     return codes, half
 
 
+@triton.jit
+def numbers_of(
+    rows, scale_ptr, zero_ptr, scales, mask, first_bits_ptr, first_row,
+    BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, FIRST_COUNT: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What codes of tokens stand for, fp32 [TOKENS, COLUMNS], still rotated: one rounding.
+
+    `scales` [TOKENS] is where a token's scales and zero points begin.
+    """
+    codes, half = codes_of(
+        rows, mask, first_bits_ptr, first_row, BITS, WIDTHS, COUNTS, FIRST_COUNT, TOKENS, COLUMNS
+    )
+    if zero_ptr is None:
+        scale = widened(tl.load(scale_ptr + scales, mask=mask, other=0.0))[:, None]
+        offset = half[:, None]
+    else:
+        group = tl.arange(0, COLUMNS) // GROUP
+        at = scales[:, None] + group[None, :]
+        inside = mask[:, None] & (group < GROUPS)[None, :]
+        scale = scale_of_byte(tl.load(scale_ptr + at, mask=inside, other=0).to(tl.int32))
+        zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
+        offset = ((1 << BITS) - 1) / 2 - zero * 2.0 ** (BITS - 7)
+    return (codes.to(tl.float32) - offset) * scale
+
+
 @triton.jit(do_not_specialize=["length_ptr", "capacity"])
 def _share_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling, k_width, v_width,
     stride_qb, stride_qh, stride_mb,
-    kw_ptr, ks_ptr, kl_ptr, kf_ptr,
+    kw_ptr, ks_ptr, kz_ptr, kf_ptr,
     stride_kwb, stride_kwh, stride_kwt, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
-    vw_ptr, vs_ptr, vl_ptr, vf_ptr,
+    vw_ptr, vs_ptr, vz_ptr, vf_ptr,
     stride_vwb, stride_vwh, stride_vwt, stride_vsb, stride_vsh, stride_vfb, stride_vfh, capacity,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, MULTIPLIED: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
+    WHOLE: tl.constexpr, TURN: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_COLUMNS: tl.constexpr,
+    K_FIRST: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_COLUMNS: tl.constexpr,
-    FIRST_COUNTS: tl.constexpr, USE_PDL: tl.constexpr,
+    V_FIRST: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a head: sums [QUERIES, V_COLUMNS], the largest logit (base 2) and the sum of weights."""
     if USE_PDL:
@@ -191,8 +214,8 @@ def _share_kernel(
     q = tl.load(
         query_ptr + text * stride_qb + queries[:, None] * stride_qh + offs_k[None, :],
         mask=(offs_q < GROUP)[:, None] & (offs_k < k_width)[None, :], other=0.0,
-    ).to(MULTIPLIED)  # fmt: skip
-    q_sum = tl.sum(q.to(tl.float32), 1)
+    )  # fmt: skip
+    q = turned(widened(q), QUERIES, K_COLUMNS, TURN).to(MULTIPLIED)
     first = tl.load(first_ptr + text)
 
     kw_ptr += text * stride_kwb + head * stride_kwh + begin.to(tl.int64) * stride_kwt
@@ -212,19 +235,14 @@ def _share_kernel(
         tokens = at + rows
         there = tokens < end
         first_row = (first - at).to(tl.int32)
-        codes, half = codes_of(
-            kw_ptr + rows * stride_kwt, there, kf_ptr, first_row,
-            K_BITS, K_WIDTHS, K_COUNTS, FIRST_COUNTS[0], STEP, K_COLUMNS,
-        )  # fmt: skip
-        scale = tl.load(ks_ptr + k_scales + tokens, mask=there, other=0.0).to(tl.float32)
-        numbers, added = _factors(codes, MULTIPLIED, K_BITS)
-        products = tl.dot(q, tl.trans(numbers), input_precision="ieee")  # [QUERIES, STEP]
-        if kl_ptr is None:
-            logits = (products - q_sum[:, None] * (half + added)[None, :]) * scale[None, :]
-        else:
-            low = tl.load(kl_ptr + k_scales + tokens, mask=there, other=0.0).to(tl.float32)
-            logits = products * scale[None, :] + q_sum[:, None] * (low - added * scale)[None, :]
-        logits = logits * scaling
+        keys = numbers_of(
+            kw_ptr + rows * stride_kwt, ks_ptr, kz_ptr, k_scales + tokens * K_GROUPS, there,
+            kf_ptr, first_row,
+            K_BITS, K_WIDTHS, K_COUNTS, K_FIRST, K_GROUPS, K_GROUP, STEP, K_COLUMNS,
+        ).to(MULTIPLIED)  # fmt: skip
+        logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scaling  # [QUERIES, STEP]
+        if WHOLE > 0:
+            there = there & ((tokens < first) | (tokens >= first + WHOLE))
         if mask_ptr is not None:
             seen = tl.load(mask_ptr + text * stride_mb + tokens, mask=there, other=0)
             if MASK_IS_BOOL:
@@ -238,28 +256,15 @@ def _share_kernel(
         p = tl.exp2(logits - base[:, None])  # [QUERIES, STEP]
         shrink = tl.exp2(largest - base)
         largest = now
-        weight = weight * shrink + tl.sum(p, 1)
 
-        inside = tokens < end
-        codes, half = codes_of(
-            vw_ptr + rows * stride_vwt, inside, vf_ptr, first_row,
-            V_BITS, V_WIDTHS, V_COUNTS, FIRST_COUNTS[1], STEP, V_COLUMNS,
-        )  # fmt: skip
-        scale = tl.load(vs_ptr + v_scales + tokens, mask=inside, other=0.0).to(tl.float32)
-        unit = tl.max(scale, 0)
-        unit = tl.where(unit == 0, 1.0, unit)
-        factors = (p * (scale / unit)[None, :]).to(MULTIPLIED)
-        numbers, added = _factors(codes, MULTIPLIED, V_BITS)
-        if vl_ptr is None:
-            half += added
-        else:
-            half = added + tl.zeros_like(half)
-        part = tl.dot(factors, numbers, input_precision="ieee")  # [QUERIES, V_COLUMNS]
-        part = (part - tl.sum(factors.to(tl.float32) * half[None, :], 1)[:, None]) * unit
-        if vl_ptr is not None:
-            low = tl.load(vl_ptr + v_scales + tokens, mask=inside, other=0.0).to(tl.float32)
-            part += tl.sum(p * low[None, :], 1)[:, None]
-        sums = sums * shrink[:, None] + part
+        values = numbers_of(
+            vw_ptr + rows * stride_vwt, vs_ptr, vz_ptr, v_scales + tokens * V_GROUPS, tokens < end,
+            vf_ptr, first_row,
+            V_BITS, V_WIDTHS, V_COUNTS, V_FIRST, V_GROUPS, V_GROUP, STEP, V_COLUMNS,
+        ).to(MULTIPLIED)  # fmt: skip
+        factors = p.to(MULTIPLIED)
+        weight = weight * shrink + tl.sum(factors.to(tl.float32), 1)
+        sums = sums * shrink[:, None] + tl.dot(factors, values, input_precision="ieee")
         kw_ptr += STEP * stride_kwt
         vw_ptr += STEP * stride_vwt
 

@@ -10,10 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.floats import rounded, widened
+from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
-from neuzip.kernels.kv_cache.triton.attend import codes_of
-from neuzip.kernels.kv_cache.triton.store import NUMBERS, as_stored, padded
+from neuzip.kernels.kv_cache.triton.arguments import (
+    center_strides,
+    first_bit_strides,
+    scales_are_together,
+    whole_strides,
+)
+from neuzip.kernels.kv_cache.triton.attend import numbers_of, rows_of
+from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width, turned
+from neuzip.kernels.kv_cache.triton.store import NUMBERS, padded
 from neuzip.kernels.quantizers import plane_widths, words
 
 
@@ -23,7 +31,7 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     Raises ValueError for words or scales that do not lie side by side.
     """
     batch, count, tokens, _ = heads.words.shape
-    if heads.words.stride(3) != 1 or heads.scale.stride(2) != 1:
+    if heads.words.stride(3) != 1 or not scales_are_together(heads):
         raise ValueError("the words of a head and the scales of its tokens lie side by side")
     out = torch.empty(batch, count, tokens, heads.width, dtype=dtype, device=heads.words.device)
     if not out.numel():
@@ -33,22 +41,25 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     widths = plane_widths(heads.bits)
     launch(
         _load_kernel, (triton.cdiv(tokens, rows), count, batch),
-        out, heads.words, heads.scale, None, heads.first_bits, first, tokens, heads.width,
-        *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2],
-        *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
+        out, *rows_of(heads), heads.first, heads.center, first, tokens, heads.width, *out.stride()[:2],
+        *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads),
+        *whole_strides(heads), *center_strides(heads),
         BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
-        FIRST_COUNT=words(heads.width, 1), ROWS=rows, COLUMNS=columns,
-        num_warps=4, enable_fp_fusion=False, device=out.device,
+        FIRST_COUNT=words(heads.width, 1), GROUPS=heads.scale.shape[3], GROUP=group_width(heads),
+        WHOLE=heads.whole, TURN=turn_width(heads), ROWS=rows, COLUMNS=columns,
+        COMPILED=is_compiled(_load_kernel), num_warps=4, enable_fp_fusion=False, device=out.device,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _load_kernel(
-    out_ptr, words_ptr, scale_ptr, low_ptr, first_bits_ptr, first_ptr, tokens, width,
+    out_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, first_ptr, tokens, width,
     stride_ob, stride_oh, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb, stride_fh,
+    stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
     BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, FIRST_COUNT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = out_ptr.dtype.element_ty
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -56,21 +67,33 @@ def _load_kernel(
     rows = begin + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     there = rows < tokens
+    inside = there[:, None] & (columns < width)[None, :]
     if first_bits_ptr is not None:
         first_bits_ptr += text * stride_fb + head * stride_fh
-    codes, half = codes_of(
-        words_ptr + text * stride_wb + head * stride_wh + rows * stride_wt, there, first_bits_ptr,
-        (tl.load(first_ptr + text) - begin).to(tl.int32),
-        BITS, WIDTHS, COUNTS, FIRST_COUNT, ROWS, COLUMNS,
+    first = tl.load(first_ptr + text)
+    scales = text * stride_sb + head * stride_sh + rows * GROUPS
+    numbers = numbers_of(
+        words_ptr + text * stride_wb + head * stride_wh + rows * stride_wt, scale_ptr, zero_ptr, scales,
+        there, first_bits_ptr, (first - begin).to(tl.int32),
+        BITS, WIDTHS, COUNTS, FIRST_COUNT, GROUPS, GROUP, ROWS, COLUMNS,
     )  # fmt: skip
-    scales = text * stride_sb + head * stride_sh + rows
-    scale = tl.load(scale_ptr + scales, mask=there, other=0.0).to(tl.float32)
-    if low_ptr is None:
-        numbers = (codes.to(tl.float32) - half[:, None]) * scale[:, None]
-    else:
-        low = tl.load(low_ptr + scales, mask=there, other=0.0).to(tl.float32)
-        numbers = codes.to(tl.float32) * scale[:, None] + low[:, None]
+    numbers = turned(numbers, ROWS, COLUMNS, TURN)
+    if center_ptr is not None:
+        center = tl.load(
+            center_ptr + text * stride_cb + head * stride_ch + columns, mask=columns < width, other=0.0
+        )
+        numbers = tl.where((rows - first >= WHOLE)[:, None], numbers + center[None, :], numbers)
+    result = rounded(numbers, KIND, COMPILED)
+    if WHOLE > 0:
+        place = rows - first
+        is_whole = ((place >= 0) & (place < WHOLE))[:, None]
+        whole = tl.load(
+            whole_ptr + text * stride_kb + head * stride_kh + place[:, None] * stride_kt + columns[None, :],
+            mask=inside & is_whole, other=0.0,
+        )  # fmt: skip
+        result = tl.where(is_whole, rounded(widened(whole), KIND, COMPILED), result)
     tl.store(
         out_ptr + text * stride_ob + head * stride_oh + rows[:, None] * width + columns[None, :],
-        as_stored(numbers, KIND).to(KIND), mask=there[:, None] & (columns < width)[None, :],
-    )  # fmt: skip
+        result,
+        mask=inside,
+    )

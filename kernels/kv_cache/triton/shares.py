@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from neuzip.kernels.device.floats import widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.arguments import center_strides, scales_are_together, whole_strides
+from neuzip.kernels.kv_cache.triton.groups import power_of_two, turn_width, turned
 from neuzip.kernels.kv_cache.triton.store import padded
-from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.tuning import launch_for
 
 WIDEST = 256
@@ -77,26 +79,24 @@ def queries_of_a_head(query: Tensor, keys: Heads, values: Heads, first: Tensor, 
     if mask is not None and (mask.shape[0] not in (1, batch) or mask.shape[1] < keys.capacity):
         raise ValueError(f"a mask {tuple(mask.shape)} for {batch} texts of {keys.capacity} tokens")
     rows = [query.stride(2), *(heads.words.stride(3) for heads in (keys, values))]
-    rows += [heads.scale.stride(2) for heads in (keys, values)] + ([] if mask is None else [mask.stride(1)])
-    if any(stride != 1 for stride in rows):
+    rows += [] if mask is None else [mask.stride(1)]
+    if any(stride != 1 for stride in rows) or not all(scales_are_together(h) for h in (keys, values)):
         raise ValueError("numbers of a query, words of a token, scales of a head, a mask lie side by side")
     return group
 
 
 @functools.lru_cache(maxsize=4096)
-def share_count(kernel: str, tokens: int, programs: int, step: int, device: torch.device) -> int:
+def share_count(
+    kernel: str, tokens: int, programs: int, step: int, device: torch.device, **shape: int
+) -> int:
     """Into how many shares the tokens of each of `programs` heads are cut.
 
-    As many programs a multiprocessor as the table of `kernel` says, but none with less than `step` tokens.
+    As many programs a multiprocessor as the table of `kernel` says for the shape, but none with less than
+    `step` tokens.
     """
-    table = launch_for(kernel, device)
+    table = launch_for(kernel, device, **shape)
     wanted = -(-table["programs"] * multiprocessors(device) // max(programs, 1))
     return int(max(1, min(wanted, -(-tokens // step), table["most_shares"])))
-
-
-def plane_counts(heads: Heads) -> tuple[int, ...]:
-    """Words of each plane of a token's codes."""
-    return tuple(words(heads.width, width) for width in plane_widths(heads.bits))
 
 
 def mask_stride(mask: Tensor | None) -> int:
@@ -109,21 +109,36 @@ def is_bool(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.bool
 
 
-def first_bit_strides(heads: Heads) -> tuple[int, ...]:
-    """Strides of texts and heads of `first_bits`, or zeros where there are none."""
-    return (0, 0) if heads.first_bits is None else heads.first_bits.stride()[:2]
+def join(
+    query: Tensor,
+    keys: Heads,
+    values: Heads,
+    first: Tensor,
+    parts: ShareSums,
+    *,
+    scaling: float,
+    length: int | Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """All shares put together, turned back, and the tokens that are kept whole: [B, H', width].
 
-
-def join(query: Tensor, parts: ShareSums) -> Tensor:
-    """The results of all shares put together: [B, H', width] in the query's dtype."""
+    The result has the query's dtype.
+    """
     # The interpreter would cut off what bf16 cannot hold instead of rounding.
     dtype = query.dtype if is_compiled(_join_kernel) else torch.float32
     width, shares = parts.sums.shape[1], parts.shares
     out = torch.empty(*query.shape[:2], width, dtype=dtype, device=query.device)
+    config = launch_for("kv_cache.join", query.device)
     launch(
-        _join_kernel, (query.shape[0] * query.shape[1],),
-        out, *parts.arrays, shares, width, SHARES=1 << (shares - 1).bit_length(),
-        COLUMNS=padded(width), num_warps=4, pdl=True, device=query.device,
+        _join_kernel, (query.shape[1], query.shape[0]),
+        out, *parts.arrays, shares, query, keys.first, values.first, keys.center, first, mask, length,
+        LOG2_E * scaling, *query.stride()[:2], mask_stride(mask), *whole_strides(keys),
+        *whole_strides(values), *center_strides(keys), keys.capacity,
+        LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask), GROUP=parts.group,
+        WHOLE=keys.whole, TURN=turn_width(values), K_WIDTH=query.shape[2], V_WIDTH=width,
+        K_COLUMNS=padded(query.shape[2]), V_COLUMNS=padded(width),
+        SHARES=triton.next_power_of_2(shares), EACH=min(triton.next_power_of_2(shares), config["shares"]),
+        num_warps=config["num_warps"], pdl=True, device=query.device,
     )  # fmt: skip
     return out.to(query.dtype)
 
@@ -135,23 +150,89 @@ def in_base_2(added):
     return tl.where(wide == float("-inf"), wide, tl.maximum(wide * 1.4426950408889634, -3e38))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_ptr", "capacity"])
 def _join_kernel(
-    out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, width,
-    SHARES: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
+    out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, query_ptr, k_ptr, v_ptr, center_ptr, first_ptr,
+    mask_ptr, length_ptr, scaling, stride_qb, stride_qh, stride_mb, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, stride_cb, stride_ch, capacity,
+    LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    TURN: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_COLUMNS: tl.constexpr,
+    V_COLUMNS: tl.constexpr, SHARES: tl.constexpr, EACH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """The shares of one query, weighted by how far their largest logits are below the largest of all."""
     if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    offs_s, offs_c = tl.arange(0, SHARES), tl.arange(0, COLUMNS)
-    largest = tl.load(largest_ptr + row * shares + offs_s, mask=offs_s < shares, other=float("-inf"))
-    weight = tl.load(weight_ptr + row * shares + offs_s, mask=offs_s < shares, other=0.0)
-    sums = tl.load(
-        sums_ptr + (row * shares + offs_s[:, None]) * width + offs_c[None, :],
-        mask=(offs_s < shares)[:, None] & (offs_c < width)[None, :], other=0.0,
+    query, text = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = text * tl.num_programs(0) + query
+    offs_v = tl.arange(0, V_COLUMNS)
+    inside = offs_v < V_WIDTH
+    offs_s = tl.arange(0, SHARES)
+    base = tl.max(tl.load(largest_ptr + row * shares + offs_s, mask=offs_s < shares, other=float("-inf")), 0)
+    if WHOLE > 0:
+        its = query_ptr + text * stride_qb + query * stride_qh
+        begin = tl.load(first_ptr + text).to(tl.int32)
+        length = (tl.load(length_ptr) if LENGTH_IS_POINTER else length_ptr).to(tl.int32)
+        head = query // GROUP
+        logits = _whole_logits(
+            its, k_ptr + text * stride_kb + head * stride_kh, stride_kt,
+            center_ptr, text * stride_cb + head * stride_ch, mask_ptr, text * stride_mb,
+            begin, tl.minimum(length, capacity), scaling, MASK_IS_BOOL, WHOLE, K_WIDTH, K_COLUMNS,
+        )  # fmt: skip
+        base = tl.maximum(base, tl.max(logits, 0))
+    total = tl.zeros([V_COLUMNS], tl.float32)
+    weight = tl.zeros([EACH], tl.float32)
+    for begin_s in tl.static_range(0, SHARES, EACH):
+        share = begin_s + tl.arange(0, EACH)
+        there = share < shares
+        at = row * shares + share
+        factor = tl.exp2(tl.load(largest_ptr + at, mask=there, other=float("-inf")) - base)
+        weight += tl.load(weight_ptr + at, mask=there, other=0.0) * factor
+        sums = tl.load(
+            sums_ptr + at[:, None] * V_WIDTH + offs_v[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += tl.sum(sums * factor[:, None], 0)
+    total = tl.reshape(turned(tl.reshape(total, [1, V_COLUMNS]), 1, V_COLUMNS, TURN), [V_COLUMNS])
+    all_weights = tl.sum(weight, 0)
+    if WHOLE > 0:
+        offs_w = tl.arange(0, power_of_two(WHOLE))
+        v_ptr += text * stride_vb + head * stride_vh
+        v = tl.load(
+            v_ptr + offs_w[:, None] * stride_vt + offs_v[None, :],
+            mask=(logits > float("-inf"))[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        p = tl.exp2(logits - base)
+        total += tl.sum(p[:, None] * widened(v), 0)
+        all_weights += tl.sum(p, 0)
+    total = total / all_weights
+    tl.store(out_ptr + row * V_WIDTH + offs_v, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _whole_logits(
+    query_ptr, k_ptr, stride_kt, center_ptr, center_offset, mask_ptr, mask_offset, begin, length, scaling,
+    MASK_IS_BOOL: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Logits in base 2 of the tokens that are kept whole, `begin` being the first of a text."""
+    offs_w = tl.arange(0, power_of_two(WHOLE))
+    offs_k = tl.arange(0, COLUMNS)
+    token = begin + offs_w
+    counts = (offs_w < WHOLE) & (token >= 0) & (token < length)
+    q = widened(tl.load(query_ptr + offs_k, mask=offs_k < WIDTH, other=0.0))
+    k = tl.load(
+        k_ptr + offs_w[:, None] * stride_kt + offs_k[None, :],
+        mask=counts[:, None] & (offs_k < WIDTH)[None, :], other=0.0,
     )  # fmt: skip
-    factor = tl.exp2(largest - tl.max(largest, 0))
-    total = tl.sum(sums * factor[:, None], 0) / tl.sum(weight * factor, 0)
-    tl.store(out_ptr + row * width + offs_c, total.to(out_ptr.dtype.element_ty), mask=offs_c < width)
+    k = widened(k)
+    if center_ptr is not None:  # codes are of keys less the center, which softmax does not notice
+        k -= tl.load(center_ptr + center_offset + offs_k, mask=offs_k < WIDTH, other=0.0)[None, :]
+    logits = tl.sum(k * q[None, :], 1) * scaling
+    if mask_ptr is not None:
+        seen = tl.load(mask_ptr + mask_offset + token, mask=counts, other=0)
+        if MASK_IS_BOOL:
+            counts = counts & (seen != 0)
+        else:
+            logits += in_base_2(seen)
+    return tl.where(counts, logits, float("-inf"))

@@ -1,0 +1,31 @@
+"""What kernels are told of `Heads`: words of planes, strides of what may be missing, how scales lie."""
+
+from __future__ import annotations
+
+from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.quantizers import plane_widths, words
+
+
+def plane_counts(heads: Heads) -> tuple[int, ...]:
+    """Words of each plane of a token's codes."""
+    return tuple(words(heads.width, width) for width in plane_widths(heads.bits))
+
+
+def scales_are_together(heads: Heads) -> bool:
+    """Whether the scales of a head's tokens lie side by side, those of a token first."""
+    return heads.scale.stride()[2:] == (heads.scale.shape[3], 1)
+
+
+def first_bit_strides(heads: Heads) -> tuple[int, ...]:
+    """Strides of texts and heads of `first_bits`, or zeros where there are none."""
+    return (0, 0) if heads.first_bits is None else heads.first_bits.stride()[:2]
+
+
+def whole_strides(heads: Heads) -> tuple[int, ...]:
+    """Strides of texts, heads and tokens of those that are kept whole, or zeros where there are none."""
+    return (0, 0, 0) if heads.first is None else heads.first.stride()[:3]
+
+
+def center_strides(heads: Heads) -> tuple[int, ...]:
+    """Strides of texts and heads of the center, or zeros where there is none."""
+    return (0, 0) if heads.center is None else heads.center.stride()[:2]

@@ -1,0 +1,54 @@
+"""Rotated heads in groups, in Triton: the bits that `quantizers.hadamard` and `quantizers.kv_groups` give."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.quantizers import block_width
+from neuzip.kernels.quantizers.kv_groups import LEAST_EXPONENT, SCALE_NAN
+
+NAN_BYTE = tl.constexpr(SCALE_NAN)
+
+SCALE_UNIT = tl.constexpr((127 + LEAST_EXPONENT) << 3)
+"""What a scale byte lacks to the first 12 bits of the fp32 number that it stands for."""
+
+
+def group_width(heads: Heads) -> int:
+    """Numbers that share a scale."""
+    return heads.group or heads.width
+
+
+def turn_width(heads: Heads) -> int:
+    """Numbers that the rotation of a head mixes; 1 in the plain form."""
+    return 1 if heads.group is None else block_width(heads.width)
+
+
+@triton.constexpr_function
+def power_of_two(count):
+    """The least power of two that is not less than a constant."""
+    return 1 << (count - 1).bit_length()
+
+
+@triton.jit
+def turned(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr):
+    """Blocks of TURN columns of x, fp32 [ROWS, COLUMNS], times the Hadamard matrix over sqrt(TURN).
+
+    TURN is a power of two up to 256. The transform is its own inverse.
+    """
+    for level in tl.static_range(8):
+        if 1 << level < TURN:
+            pairs = tl.reshape(x, [ROWS * COLUMNS >> (level + 1), 2, 1 << level])
+            one, other = tl.split(tl.trans(pairs, 0, 2, 1))
+            x = tl.reshape(tl.trans(tl.join(one + other, one - other), 0, 2, 1), [ROWS, COLUMNS])
+    if TURN > 1:
+        x = x * TURN**-0.5
+    return x
+
+
+@triton.jit
+def scale_of_byte(byte):
+    """The fp32 number that a scale byte, int32, stands for."""
+    pattern = (byte << 20) + tl.minimum(byte, 1) * (SCALE_UNIT << 20)
+    return tl.where(byte == NAN_BYTE, 0x7FC00000, pattern).to(tl.float32, bitcast=True)

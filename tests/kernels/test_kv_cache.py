@@ -1,0 +1,235 @@
+"""Kernels of keys and values in rotated groups: the bits that torch stores and loads, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuzip.kernels import kv_cache
+from neuzip.kernels.kv_cache import Heads, reference
+from neuzip.kernels.kv_cache import ops as torch_ops
+from neuzip.kernels.kv_cache.triton import attend as triton_attend
+from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
+from neuzip.kernels.kv_cache.triton import load as triton_load
+from neuzip.kernels.kv_cache.triton import store as triton_store
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTHS = (64, 80, 96, 112, 128, 192, 256)
+ERRORS = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+"""Relative errors in the 2-norm that the rounding of queries, values and weights to a dtype explains."""
+
+
+def states(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that do not average out, with a channel far larger than the others."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.3
+    x[..., 5] += 6
+    return x.to(dtype)
+
+
+def room(
+    shape: tuple[int, int, int, int], bits: int, *, group: int = 32, whole: int = 4, center: bool = True,
+    dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None,
+) -> Heads:  # fmt: skip
+    still = torch.arange(shape[3]) % 3 > 0 if center else None
+    return kv_cache.empty(shape, bits, group=group, whole=whole, still=still, dtype=dtype, device=device)
+
+
+def by_torch(heads: list[Heads], numbers: list[Tensor], at: Any, first: Tensor) -> None:
+    for one, x in zip(heads, numbers, strict=True):
+        torch_ops.store(one, x, at, first)
+
+
+def moved(heads: Heads, device: torch.device) -> Heads:
+    return heads.texts(lambda tensor: tensor.to(device))
+
+
+def different(a: Heads, b: Heads) -> list[str]:
+    """Which arrays are not the same, NaN for NaN."""
+    pairs = {name: (getattr(a, name), getattr(b, name)) for name in torch_ops.OF_TOKENS + torch_ops.OF_TEXTS}
+    return [
+        name
+        for name, (one, other) in pairs.items()
+        if one is not None and not torch.equal(one.nan_to_num(7), other.cpu().nan_to_num(7))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "width", "dtype"),
+    [
+        (8, 32, 80, torch.float16), (6, 32, 192, torch.float32), (4, 32, 128, torch.bfloat16),
+        (3, 64, 112, torch.bfloat16), (2, 16, 96, torch.float32), (4, 32, 20, torch.bfloat16),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_kernels_store_and_load_the_bits_of_torch(
+    bits: int, group: int, width: int, dtype: torch.dtype, device: torch.device
+):
+    """The first tokens in several calls; zeros, NaN, infinities, tiny numbers; the rest stays as it was."""
+    first = torch.tensor([7, 3])
+    calls: list[tuple[Any, list[Tensor]]] = [
+        (2, [states(2, 3, 7, width, seed=seed, dtype=dtype) for seed in (0, 1)]),
+        (9, [states(2, 3, 15, width, seed=seed, dtype=dtype) for seed in (2, 3)]),
+        (torch.tensor(24), [states(2, 3, 1, width, seed=seed, dtype=dtype) for seed in (4, 5)]),
+    ]
+    x = calls[1][1][0]
+    x[0, 0, 5], x[1, 1, 6, 2], x[1, 1, 7, 2], x[0, 2, 8, 1] = 0, torch.nan, torch.inf, -torch.inf
+    x[0, 0, 6], x[1, 2, 9] = 1e-6, -0.0
+    made = []
+    for store, place in ((by_torch, torch.device("cpu")), (triton_store.store, device)):
+        rooms = [
+            room((2, 3, 30, width), b, group=g, center=center, dtype=dtype, device=place)
+            for b, g, center in (
+                (bits, group, True),
+                (3 if bits == 8 else bits + 1, 64, False),
+            )  # in one launch
+        ]
+        for heads in rooms:
+            heads.words.fill_(-1)
+        for at, numbers in calls:
+            at = at.to(place) if isinstance(at, Tensor) else at
+            store(rooms, [x.to(place) for x in numbers], at, first.to(place))
+        made.append(rooms)
+    for expected, found in zip(*made, strict=True):
+        assert different(expected, found) == []
+        assert bool((found.words[:, :, 25:] == -1).all())
+        for dtype_read in (torch.float32, torch.bfloat16):
+            dense = torch_ops.load(expected.tokens(2, 25), first - 2, dtype_read).nan_to_num(77)
+            read = triton_load.load(found.tokens(2, 25), (first - 2).to(device), dtype_read).nan_to_num(77)
+            assert torch.equal(read.cpu().view(torch.uint8), dense.view(torch.uint8))
+
+
+def test_a_group_that_is_no_power_of_two_is_refused():
+    heads = room((1, 1, 4, 96), 4, group=48)
+    with pytest.raises(ValueError, match="groups of a power of two of numbers, not of 48"):
+        triton_store.store([heads], [states(1, 1, 1, 96)], 0, torch.zeros(1, dtype=torch.int64))
+
+
+def distance(
+    attend: Callable[..., Tensor], query: Tensor, heads: list[Heads], first: Tensor, device: torch.device,
+    **options: Any,
+) -> float:  # fmt: skip
+    """Relative to fp64 on the same dequantised numbers."""
+    expected = reference.attend(query.double(), *heads, first, dtype=torch.float64, **options)
+    placed = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    found = attend(query.to(device), *(moved(h, device) for h in heads), first.to(device), **placed)
+    assert found.dtype == query.dtype
+    return float((found.cpu().double() - expected).norm() / expected.norm())
+
+
+def filled(
+    texts: int, heads: int, tokens: int, widths: tuple[int, int], bits: tuple[int, int], first: Tensor,
+    dtype: torch.dtype, group: int = 32,
+) -> list[Heads]:  # fmt: skip
+    """Keys, with a center, and values that are small."""
+    rooms = []
+    for n in range(2):
+        shape = texts, heads, tokens, widths[n]
+        rooms.append(room(shape, bits[n], group=group, center=n == 0, dtype=dtype))
+        torch_ops.store(rooms[n], states(*shape, seed=n + 2, dtype=dtype) * (0.01 if n else 1), 0, first)
+    return rooms
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype", "texts", "heads", "queries", "widths"),
+    [
+        ((4, 4), 32, torch.bfloat16, 1, 2, 4, (128, 128)), ((8, 3), 32, torch.bfloat16, 2, 1, 3, (128, 64)),
+        ((2, 8), 32, torch.bfloat16, 1, 1, 11, (112, 80)), ((8, 6), 32, torch.float16, 2, 1, 3, (80, 96)),
+        ((4, 4), 32, torch.bfloat16, 1, 1, 2, (256, 192)), ((3, 2), 64, torch.float16, 1, 1, 16, (192, 256)),
+        ((6, 4), 8, torch.float16, 1, 1, 1, (64, 64)), ((3, 3), 16, torch.bfloat16, 2, 1, 1, (96, 112)),
+        ((4, 2), 32, torch.float32, 1, 1, 3, (80, 128)),
+    ],
+)  # fmt: skip
+def test_attention_is_within_its_rounding(
+    bits: tuple[int, int], group: int, dtype: torch.dtype, texts: int, heads: int, queries: int,
+    widths: tuple[int, int], device: torch.device, monkeypatch,
+):  # fmt: skip
+    """Of tokens from the middle of a step on, some of them masked, by the kernel that `attend` chooses."""
+    monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 2)
+    monkeypatch.setattr(triton_attend, "_shares", lambda *_: 2)
+    first = torch.tensor([17, 0])[:texts]
+    rooms = filled(texts, heads, 70, widths, bits, first, dtype, group)
+    query = states(texts, heads * queries, widths[0], dtype=dtype)
+    mask = torch.arange(70) >= first[:, None]
+    mask[:, 30:36] = False
+    by_fragments = dtype != torch.float32 and group % 32 == 0
+    assert triton_fragments.fits(query, *rooms) == by_fragments
+    attend = (triton_fragments if by_fragments else triton_attend).attend
+    given = {"scaling": widths[0] ** -0.5, "length": torch.tensor(59), "mask": mask}
+    assert distance(attend, query, rooms, first, device, **given) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("part", [triton_attend, triton_fragments])
+@pytest.mark.parametrize(
+    ("first", "length", "hidden"), [(-2, 40, 0), (-9, 40, 0), (0, 3, 0), (0, 4, 0), (30, 33, 30), (5, 40, 7)]
+)
+def test_tokens_kept_whole_count_where_they_are(
+    first: int, length: int, hidden: int, part: Any, device: torch.device
+):
+    """Some or all of them gone with a window, nothing but them, some of them masked."""
+    where = torch.tensor([first])
+    rooms = filled(1, 1, 48, (64, 64), (3, 3), torch.tensor([max(first, 0)]), torch.float16)
+    query = states(1, 2, 64, dtype=torch.float16)
+    added = torch.where(torch.arange(48) >= hidden, 0.0, -torch.inf)[None]
+    given = {"scaling": 0.05, "length": length, "mask": added}
+    assert distance(part.attend, query, rooms, where, device, **given) < ERRORS[torch.float16]
+
+
+def test_logits_that_rise_and_fall_give_no_other_result(device: torch.device, monkeypatch):
+    """The unit of a share's sums is raised again and again, or once."""
+    monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 1)
+    first = torch.tensor([-9, -9])
+    rooms = [room((2, 1, 96, 64), 8, whole=4, center=False) for _ in range(2)]
+    keys = torch.linspace(0, 30, 96)[:, None] * torch.ones(64) / 8
+    torch_ops.store(rooms[0], torch.stack([keys, keys.flip(0)])[:, None].bfloat16(), 0, first)
+    torch_ops.store(rooms[1], states(2, 1, 96, 64, dtype=torch.bfloat16), 0, first)
+    query = torch.ones(2, 1, 64, dtype=torch.bfloat16)
+    given = {"scaling": 0.5, "length": 96}
+    assert distance(triton_fragments.attend, query, rooms, first, device, **given) < ERRORS[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (3, 3), (2, 2), (6, 3)], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_gpu_stores_loads_and_attends_as_the_reference(
+    bits: tuple[int, int], width: int, device: torch.device
+):
+    first = torch.tensor([5, 0, 700])
+    rooms = filled(3, 2, 1000, (width, width), bits, first, torch.bfloat16)
+    cards = [room((3, 2, 1000, width), b, center=n == 0, device=device) for n, b in enumerate(bits)]
+    x = [states(3, 2, 1000, width, seed=n + 2, dtype=torch.bfloat16) * (0.01 if n else 1) for n in range(2)]
+    kv_cache.store(cards, [one.to(device) for one in x], 0, first.to(device))
+    for heads, card in zip(rooms, cards, strict=True):
+        assert different(heads, card) == []
+        dense = kv_cache.load(card, first.to(device), torch.bfloat16)
+        assert torch.equal(dense.cpu(), kv_cache.load(heads, first, torch.bfloat16))
+    for dtype, queries in (
+        (torch.bfloat16, 8),
+        (torch.bfloat16, 24),
+        (torch.float16, 14),
+        (torch.float32, 2),
+    ):
+        query = states(3, queries, width, dtype=dtype)
+        given = {"scaling": width**-0.5, "length": torch.tensor(990)}
+        assert distance(kv_cache.attend, query, rooms, first, device, **given) < ERRORS[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_long_shares_lose_nothing(bits: int, dtype: torch.dtype, device: torch.device, monkeypatch):
+    """A program for all tokens, alike in weight: what matrix instructions cut off must not add up."""
+    monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 1)
+    first = torch.tensor([0])
+    rooms = filled(1, 1, 1 << 14, (128, 128), (bits, bits), first, dtype)
+    query = states(1, 4, 128, dtype=dtype)
+    given = {"scaling": 0.02, "length": 1 << 14}
+    assert distance(triton_fragments.attend, query, rooms, first, device, **given) < 1.5 * ERRORS[dtype]
+    given = {"scaling": 0.02, "length": torch.tensor(1 << 14, device=device)}
+    placed = [moved(one, device) for one in rooms]
+    results = [kv_cache.attend(query.to(device), *placed, first.to(device), **given) for _ in range(2)]
+    assert torch.equal(*results)
