@@ -26,9 +26,9 @@ The plain form, of BitNet a4.8 (section 3.1), has no group:
 `first`, an argument of the functions, says which token is the first of each text, counted from the begin of
 the memory; negative where it is no longer there.
 
-`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU, of many tokens and one by one.
-`attend` is softmax attention of one query a text. They choose by where the tensors lie: Triton on a GPU, plain
-torch on a CPU.
+`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU, of many tokens and one by
+one. `attend` is softmax attention of one query a text. They choose by where the tensors lie: Triton on a GPU,
+plain torch on a CPU.
 
 With groups of 32 a head of 128 numbers takes 56 bytes in 3 bits, scales included, 72 in 4 and 136 in 8 (in
 the plain form 50, 66 and 130); in bf16 it takes 256.
@@ -59,9 +59,9 @@ def store(
     """Quantise keys and values, [B, H, T, width] each, and write them to the tokens from `at` on.
 
     `at` is a number, or int64 on the device, the first of which counts.
-    `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that are
-    stored otherwise. Nobody waits for a GPU. On a GPU Triton does it, all `states` in one launch if all `heads`
-    have one layout, else torch.
+    `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that
+    are stored otherwise. Nobody waits for a GPU. On a GPU Triton does it, all `states` in one launch if all
+    `heads` have one layout, else torch.
     """
     if first.is_cuda:
         from neuzip.kernels.kv_cache.triton.store import store as on_gpu
