@@ -19,9 +19,6 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
 """Modes of quantising the activations of ternary weights."""
 
-KvBits = Literal[3, 4, 8]
-"""Bits of a number in a quantised KV cache."""
-
 Attention = Literal["recorded", "none", "8bit", "4bit"]
 """Attention precisions to run a model with; "recorded" is that of its config.json."""
 

@@ -12,9 +12,12 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.kernels import likely_tokens, prefetch_kernels
+from neuzip.cli.kv_bits import NEEDS as KV_NEEDS
+from neuzip.cli.kv_bits import chosen_bits, requested
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
+from neuzip.cli.show.kv_cache import calibration_json
 from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
@@ -34,9 +37,12 @@ EXAMPLES = [
     'neuzip generate my-model.nz "The history of"',
     "neuzip generate my-model.nz --residency packed < question.txt",
     'neuzip generate my-model.nz "The history of" --kv-bits 4 --stop "\\n\\n"',
+    'neuzip generate my-model "Hello" --kv-bits auto:0.01 --kv-text my.txt',
     'neuzip generate me/chat-model "Hello" --chat --temperature 0.7 --top-k 40',
     'neuzip generate me/chat-model "Why?" --system "Answer in one sentence."',
 ]
+
+NEEDS = {**KV_NEEDS, "--overwrite": ("--kv-plan",)}
 
 GROUPS = {
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
@@ -46,6 +52,8 @@ GROUPS = {
         "expert_memory",
         "activations",
         "kv_bits",
+        "kv_text",
+        "kv_plan",
         "attention",
         "device",
         "graph",
@@ -115,9 +123,12 @@ def command(
     expert_memory: options.ExpertMemoryOption = None,
     activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
+    kv_text: options.KvTextOption = None,
+    kv_plan: options.KvPlanOption = None,
     attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
     graph: GraphOption = True,
+    overwrite: options.OverwriteFileOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -130,6 +141,7 @@ def command(
     require_stop(ends)
     mode, experts = require_quantisable(activations, residency), options.size(expert_memory)
     require_expert_memory(experts, residency, device=device)
+    request = requested(kv_bits, kv_text, kv_plan, overwrite)
     let_threads_sleep()
     out.loading()
     require_device(device, residency)
@@ -164,17 +176,18 @@ def command(
             path, device=place, residency=residency, expert_memory=experts, activations=mode, attention=False
         )
     load_seconds = time.monotonic() - began
+    bits, calibration = chosen_bits(out, request, path, model)
     layer_bits = choose(model, attention)
     with out.stream() as write:
         generation = generate(
-            model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=options.bits(kv_bits),
+            model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=bits,
             on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     run = GenerationRun(
         generation, text, task.ids.numel(), load_seconds, peak_bytes(place), residency,
         activations_in_use(model),
-        options.bits(kv_bits), layer_bits, {} if layer_bits is None else uses(model), place,
-        memory(model).total.host_bytes,
+        layer_bits, {} if layer_bits is None else uses(model), place,
+        memory(model).total.host_bytes, calibration_json(calibration, kv_plan),
     )  # fmt: skip
     show_generation(out, run)
     out.result(generation_json(run), quiet=generation.text.splitlines())

@@ -39,6 +39,7 @@ from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.hf.ternary_layers import activations_in_use
 from neuzip.runtime.hf.tokenizer import load_tokenizer
+from neuzip.runtime.kv_bits import BitsArgument, Layers, single
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residency import memory
 
@@ -91,7 +92,8 @@ class MeasuredModel:
     """A model as it was measured. `weight_bytes` is what its parameters take in memory.
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
-    to form logits, or None. `kv_bits` are those of its keys and values, None if they are as they were.
+    to form logits, or None. `kv_layers` are the bits of its keys and values in each layer,
+    None if they are as they were, and `kv_bits` those of all if they are the same.
     `attention_bits` are those of each layer's attention, None where nothing is quantised, and
     `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers are
     quantised, None if they are not.
@@ -103,6 +105,7 @@ class MeasuredModel:
     tokens_per_second: float
     formed: str | None
     kv_bits: int | None = None
+    kv_layers: Layers | None = None
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
     activations: Activations | None = None
@@ -167,7 +170,7 @@ class EvaluationTask:
     device: torch.device | str
     dtype: torch.dtype | None
     residency: str
-    kv_bits: int | None = None
+    kv_bits: BitsArgument | None = None
     activations: str | None = None
     attention: AttentionChoice = "recorded"
     expert_memory: int | None = None
@@ -205,7 +208,7 @@ def prepare(
     dtype: str = "auto",
     residency: str = "dense",
     activations: str | None = None,
-    kv_bits: int | None = None,
+    kv_bits: BitsArgument | None = None,
     attention: AttentionChoice = "recorded",
     expert_memory: int | None = None,
 ) -> EvaluationTask:
@@ -367,13 +370,16 @@ def load(task: EvaluationTask, number: int) -> PreTrainedModel:
 def _described(model: HeadedModel, ranks: Ranks) -> MeasuredModel:
     work = ranks.all_gather((model.fed, model.seconds))
     fed, seconds = sum(fed for fed, _ in work), max(seconds for _, seconds in work)
+    cache = model.kv_cache()
+    layers = None if cache is None else cache.bits
     return MeasuredModel(
         path=model.name,
         dtype=str(model.dtype).removeprefix("torch."),
         weight_bytes=memory(model.model).total.stored_bytes,
         tokens_per_second=fed / seconds if seconds else math.inf,
         formed=model.formed,
-        kv_bits=model.kv_bits,
+        kv_bits=single(layers),
+        kv_layers=layers,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
         activations=activations_in_use(model.model),

@@ -13,6 +13,7 @@ from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
 from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.hf.static_cache import TokenPositions
+from neuzip.runtime.kv_bits import LayerBits
 
 GROWTH = 256
 """Tokens by which a layer grows."""
@@ -29,7 +30,6 @@ class CacheFormat:
     reads_packed  whether attention now takes what is packed, and `how` it is read, in words
     """
 
-    bits: int
     span: Range
     scale_dtype: torch.dtype
     first: Tensor | None
@@ -80,9 +80,9 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     max_length = -1
 
-    def __init__(self, form: CacheFormat, window: int | None = None) -> None:
+    def __init__(self, form: CacheFormat, bits: LayerBits, window: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.form, self.window = form, window
+        self.form, self.bits, self.window = form, bits, window
         self.is_sliding = window is not None
         self.record_past = False
         self.key_heads: Heads | None = None
@@ -105,9 +105,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.first = self.form.first_tokens(self.batch_size).to(self.device)
         self.last_first = int(self.first.max()) if self.first.numel() else 0
         tokens = max(self.max_length, 0)
-        self.key_heads, self.value_heads = (
-            self._allocate(states, tokens) for states in (key_states, value_states)
-        )
+        self.key_heads = self._allocate(key_states, tokens, self.bits.keys)
+        self.value_heads = self._allocate(value_states, tokens, self.bits.values)
         self.is_initialized = True
 
     def update(  # type: ignore[override]
@@ -144,11 +143,11 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys, values = states
         return (keys, values) if packed and self.form.reads_packed else (keys.dense(), values.dense())
 
-    def _allocate(self, states: Tensor, tokens: int) -> Heads:
+    def _allocate(self, states: Tensor, tokens: int, bits: int) -> Heads:
         batch, heads, _, width = states.shape
         form = self.form
         return kernels.empty(
-            (batch, heads, tokens, width), form.bits,
+            (batch, heads, tokens, width), bits,
             span=form.span, scale_dtype=form.scale_dtype, device=states.device,
         )  # fmt: skip
 
@@ -162,7 +161,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         wanted = -(-(live + tokens) // GROWTH) * GROWTH
         moved = []
         for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            larger = self._allocate(states, wanted)
+            larger = self._allocate(states, wanted, heads.bits)
             larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
             moved.append(larger)
         self.key_heads, self.value_heads = moved
@@ -244,8 +243,10 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
     is_compileable = True  # or a mask would be left out that hides the rest of the memory
     is_croppable = False
 
-    def __init__(self, form: CacheFormat, max_length: int, places: TokenPositions | None = None) -> None:
-        super().__init__(form)
+    def __init__(
+        self, form: CacheFormat, bits: LayerBits, max_length: int, places: TokenPositions | None = None
+    ) -> None:
+        super().__init__(form, bits)
         self.max_length, self.places = max_length, places
         self.length: Tensor | None = None
 

@@ -51,6 +51,7 @@ from neuzip.runtime.hf.kv_attention import not_readable
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import BY_A_KERNEL
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.kv_bits import LayerBits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -865,7 +866,7 @@ def test_what_does_not_fit_is_dropped(device: torch.device):
 
 
 def test_what_a_window_let_go_of_cannot_come_back():
-    layer = kv_layers.KVLayer(kv_layers.CacheFormat(8, "absmax", torch.bfloat16, None), 3)
+    layer = kv_layers.KVLayer(kv_layers.CacheFormat("absmax", torch.bfloat16, None), LayerBits(8, 8), 3)
     layer.update(torch.randn(1, 1, 7, 32), torch.randn(1, 1, 7, 32))
     layer.activate_past_recording()
     with pytest.raises(RuntimeError, match="the last 3 of 7 tokens cannot be taken off"):
