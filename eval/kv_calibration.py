@@ -33,7 +33,7 @@ from neuzip.eval.plans.allocation import Allocation, Option, allocate
 from neuzip.eval.plans.search import SearchAttempt, search_budget, upper
 from neuzip.runtime.decode.benchmark import device_name
 from neuzip.runtime.hf.config import load_config
-from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.decoder import input_device, positions
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import KVLayer, PackedStates
 from neuzip.runtime.hf.messages import versions
@@ -155,8 +155,7 @@ def calibrate(
     began = time.monotonic()
     if window is None:
         window = min(WINDOW, positions(load_config(path)) or WINDOW)
-    place = next(model.parameters()).device.type
-    most = max_tokens or MAX_TOKENS.get(place, MAX_TOKENS["cuda"])
+    most = max_tokens or MAX_TOKENS[input_device(model).type]
     baseline = BaselineComparison(path, text, window=window, max_tokens=most, model=model)
     measured = _PartlyQuantised(model)
     parts = find_parts(measured, baseline)
@@ -251,7 +250,7 @@ def require_reach(baseline: BaselineComparison, model: _PartlyQuantised, limit: 
     comparison = _together(baseline, model, as_bits(most), f"{most} bits", stage)
     if comparison is None:
         raise NeuzipError(
-            f"with keys and values in {most} bits the model predicts NaN or infinity", "leave out `kv_bits`"
+            f"with a KV cache of {most} bits the model predicts NaN or infinity", "leave out `kv_bits`"
         )
     value = upper(comparison.kld.mean)
     if value > limit:
@@ -267,7 +266,7 @@ def single_divergences(
 ) -> list[CachePart]:
     """Parts with the divergence that each alone brings."""
     reading = baseline.reading
-    tokens = min(SINGLE_TOKENS.get(baseline.device.type, SINGLE_TOKENS["cuda"]), baseline.tokens)
+    tokens = min(SINGLE_TOKENS[baseline.device.type], baseline.tokens)
     windows = reading.windows[: max(1, tokens // reading.convention.window)]
     measured_parts = []
     total = len(parts) * len(MEASURED) * sum(window.scored for window in windows)
