@@ -35,7 +35,7 @@ from neuzip.runtime.decode.benchmark import device_name
 from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import input_device, positions
 from neuzip.runtime.hf.kv_cache import KVCache
-from neuzip.runtime.hf.kv_layers import KVLayer, PackedStates
+from neuzip.runtime.hf.kv_layers import CacheFormat, KVLayer, PackedStates
 from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.kv_bits import WIDTHS, KVBits, LayerBits, as_bits, plan_bytes
 
@@ -98,7 +98,8 @@ class KVCalibration:
 
     `limit` and all divergences are in nats per token. `trials` has the divergence of each choice that was
     measured, the last one taken. `comparison` is of the model with and without the quantised cache, on the
-    calibration text. `stored_bits` are those of a number on average, scales included.
+    calibration text. `stored_bits` are those of a number on average, scales included; the few tokens of a text
+    that are kept whole are not counted.
     """
 
     bits: KVBits
@@ -185,7 +186,7 @@ class _OnePart(KVLayer):  # type: ignore[no-untyped-call]
     """A layer of a cache that hands out its keys alone quantised, or its values, for one call of a model."""
 
     def __init__(self, layer: KVLayer, part: PartName) -> None:
-        super().__init__(layer.form, layer.bits, layer.window)
+        super().__init__(layer.form, layer.bits, layer.window, layer.still)
         self.part = part
 
     def update(  # type: ignore[override]
@@ -225,23 +226,28 @@ class _PartlyQuantised(HeadedModel):
 
 def find_parts(model: _PartlyQuantised, baseline: BaselineComparison) -> list[CachePart]:
     """Keys and values of all layers that have any, with what they take. Raises NeuzipError if none has."""
-    ids = baseline.reading.ids[None, :TRIED].to(model.device)
+    cache = KVCache(model.model.config, WIDTHS[0])
+    with torch.inference_mode():
+        ids = baseline.reading.ids[None, :TRIED].to(model.device)
+        model.model(input_ids=ids, past_key_values=cache, use_cache=True)
+    cache.require_use(model.name)
     window = baseline.reading.convention.window
-    sizes: dict[tuple[int, PartName], list[float]] = {}
-    numbers: dict[tuple[int, PartName], float] = {}
-    for width in WIDTHS:
-        cache = KVCache(model.model.config, width)
-        with torch.inference_mode():
-            model.model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache.require_use(model.name)
-        for number, layer in enumerate(cache.layers):
-            if not isinstance(layer, KVLayer) or layer.key_heads is None or layer.value_heads is None:
-                continue
-            share = min(layer.window or window, window) / window
-            for name, heads in zip(PARTS, (layer.key_heads, layer.value_heads), strict=True):
-                sizes.setdefault((number, name), []).append(share * heads.nbytes / heads.capacity)
-                numbers[number, name] = share * heads.words.shape[1] * heads.width
-    return [CachePart(*key, numbers[key], tuple(nbytes)) for key, nbytes in sizes.items()]
+    parts = []
+    for number, layer in enumerate(cache.layers):
+        if not isinstance(layer, KVLayer) or layer.key_heads is None or layer.value_heads is None:
+            continue
+        share = min(layer.window or window, window) / window
+        for name, heads in zip(PARTS, (layer.key_heads, layer.value_heads), strict=True):
+            states = torch.empty((1, heads.words.shape[1], 1, heads.width), device="meta")
+            sizes = tuple(share * token_bytes(layer.form, states, bits) for bits in WIDTHS)
+            parts.append(CachePart(number, name, share * states.numel(), sizes))
+    return parts
+
+
+def token_bytes(form: CacheFormat, states: Tensor, bits: int) -> int:
+    """What a token like `states` [1, H, 1, D] adds to a cache, scales included."""
+    one, two = (form.allocate(states, tokens, bits, None).nbytes for tokens in (1, 2))
+    return two - one
 
 
 def require_reach(baseline: BaselineComparison, model: _PartlyQuantised, limit: float, stage: Stage) -> None:

@@ -19,6 +19,9 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
 """Modes of quantising the activations of ternary weights."""
 
+KvForm = Literal["rotated", "a4.8"]
+"""How keys and values are quantised: rotated and in groups, or as in BitNet a4.8."""
+
 Attention = Literal["recorded", "none", "8bit", "4bit"]
 """Attention precisions to run a model with; "recorded" is that of its config.json."""
 

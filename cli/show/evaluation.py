@@ -16,7 +16,7 @@ from neuzip.cli.show.figures import (
     signed_text,
 )
 from neuzip.cli.text import bytes_text, count_text, seconds_text
-from neuzip.runtime.kv_bits import Layers, in_words, single
+from neuzip.runtime.kv_bits import in_words
 
 if TYPE_CHECKING:
     from neuzip.eval.harness import TaskEvaluation
@@ -113,7 +113,7 @@ def show_evaluation(out: Output, evaluation: Evaluation) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{residency}{_inputs(e)}{many}; {versions}")
     if e.models[-1].kv_layers is not None:
-        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1].kv_layers)}")
+        out.text(f"cache   {_names(e)[-1]} with a KV cache in {in_words(e.models[-1].kv_layers)}")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")
@@ -134,11 +134,6 @@ def _inputs(e: Evaluation) -> str:
     if len(set(modes)) == 1:
         return f", activations {modes[0]}"
     return ", activations " + ", ".join(f"{mode} {name}" for name, mode in zip(_names(e), modes, strict=True))
-
-
-def _kv_text(layers: Layers) -> str:
-    first = "; the first token of a window keeps 4" if single(layers) == 3 else ""
-    return f"{in_words(layers)}{first}"
 
 
 def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from neuzip.choices import KvForm
 from neuzip.errors import NeuzipError, is_out_of_memory
 from neuzip.kernels import linear_cross_entropy as kernels
 from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistics, sums
 from neuzip.kernels.linear_cross_entropy.head import DTYPES
 from neuzip.kernels.packed_linear.tensor import PackedTensor
-from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.kv_bits import BitsArgument
@@ -70,10 +70,10 @@ class HeadedModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, kv_bits: BitsArgument | None = None, kv_span: Range = "absmax"
+        self, model: PreTrainedModel, *, kv_bits: BitsArgument | None = None, kv_form: KvForm = "rotated"
     ) -> None:
         self.model = model
-        self.kv_bits, self.kv_span = kv_bits, kv_span
+        self.kv_bits, self.kv_form = kv_bits, kv_form
         self.device = input_device(model)
         self.seconds, self.fed = 0.0, 0
         self.scale: float = 1.0
@@ -153,7 +153,7 @@ class HeadedModel:
         """An empty cache for one call of the model, None if keys and values stay as they are."""
         if self.kv_bits is None:
             return None
-        return KVCache(self.model.config, self.kv_bits, span=self.kv_span)
+        return KVCache(self.model.config, self.kv_bits, form=self.kv_form)
 
     def _hidden(self, seen: list[Tensor], ids: Tensor) -> Tensor:
         """The inputs of the output embedding, [B * T, D], on the device of the head."""

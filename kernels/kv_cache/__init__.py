@@ -1,20 +1,36 @@
 """Keys and values of attention in few bits, and attention for one new token that reads them as they lie.
 
-A layer has two `Heads`, one of keys and one of values, with capacity for N tokens of B texts:
+A layer has two `Heads`, one of keys and one of values, with capacity for N tokens of B texts. There are two
+forms. With a `group`, heads are rotated by a Hadamard transform, and groups of their numbers have a scale and
+a zero point (quantizers.kv_groups):
 
     words       int32 [B, H, N, words]     the codes of each head, as quantizers.pack packs them
-    scale       [B, H, N]                  a scale a token and head
-    low         [B, H, N] or None          what code 0 stands for, with the span "minmax"
-    first_bits  int32 [B, H, words]        3 bits only: a fourth bit of a text's first token
+    scale       uint8 [B, H, N, groups]    a scale byte a group
+    zero        int8 [B, H, N, groups]     the middle of a group
+    first       [B, H, whole, width]       the first tokens of each text as they are, to which most of the attention
+                                           of trained models goes (attention sinks: arXiv 2309.17453)
+    center      fp32 [B, H, width]         what is subtracted from the tokens after those, before they are rotated
+    still       bool [width]               the channels that `center` has
 
-With 3 bits the first token of a text (bos) has codes of 4, as in BitNet a4.8 (section 3.1): the lower three
-lie with those of the others, the fourth in `first_bits`, packed with 1 bit a code. `first` says which
-token that is, for each text, counted from the begin of the memory; negative where it is no longer there.
+The center is the mean of the whole tokens, the very first left out, in those channels of keys that positions do
+not turn. The logits of all tokens change by the same number, which softmax does not notice, and a channel that
+is far from 0 in all tokens no longer widens the range of its group.
 
-`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU. `attend` is softmax
-attention of one query a text. They choose by where the tensors lie: Triton on a GPU, plain torch on a CPU.
+The plain form, of BitNet a4.8 (section 3.1), has no group:
 
-A head of 128 numbers takes 50 bytes in 3 bits, scale included, 66 in 4 and 130 in 8; in bf16 it takes 256.
+    words       int32 [B, H, N, words]
+    scale       [B, H, N, 1]               a scale a token and head
+    first_bits  int32 [B, H, words]        3 bits only: a fourth bit of a text's first token (bos), whose lower
+                                           three lie with those of the others; packed with 1 bit a code
+
+`first`, an argument of the functions, says which token is the first of each text, counted from the begin of the
+memory; negative where it is no longer there.
+
+`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU, of many tokens and one by one.
+`attend` is softmax attention of one query a text. On a GPU Triton does it in the plain form, torch in the other.
+
+A head of 128 numbers takes 56 bytes in 3 bits, scales included, 72 in 4 and 136 in 8 (in the plain form 50, 66
+and 130); in bf16 it takes 256.
 """
 
 from __future__ import annotations
@@ -42,10 +58,11 @@ def store(
     """Quantise keys and values, [B, H, T, width] each, and write them to the tokens from `at` on.
 
     `at` is a number, or int64 on the device, the first of which counts.
-    `first` int64 [B]; without `with_first` none of the tokens is the first of its text. Nobody waits for a
-    GPU. On a GPU Triton does it, all `states` in one launch if all `heads` have one layout, else torch.
+    `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that are
+    stored otherwise. Nobody waits for a GPU. In the plain form Triton does it on a GPU, all `states` in one
+    launch if all `heads` have one layout, else torch.
     """
-    if first.is_cuda:
+    if first.is_cuda and all(one.group is None for one in heads):
         from neuzip.kernels.kv_cache.triton.store import store as on_gpu
 
         on_gpu(heads, states, at, first)
@@ -56,7 +73,7 @@ def store(
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of all tokens, [B, H, N, width]: in fp32, one rounding an operation, then in `dtype`."""
-    if heads.words.is_cuda:
+    if heads.words.is_cuda and heads.group is None:
         from neuzip.kernels.kv_cache.triton.load import load as on_gpu
 
         return on_gpu(heads, first, dtype)
@@ -76,10 +93,11 @@ def attend(
     """softmax(scaling query keys^T + mask) values for one query: [B, H', D] to [B, H', D'] in its dtype.
 
     H' is a multiple G of H: the queries h G to h G + G - 1 share a head. `length` tokens are there, a number
-    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. On
-    a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
+    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. In
+    the plain form Triton does it on a GPU, in two steps that give the same bits each time, else torch on
+    dequantised numbers.
     """
-    if query.is_cuda:
+    if query.is_cuda and keys.group is None and values.group is None:
         from neuzip.kernels.kv_cache.triton import attend as triton_attend
         from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 

@@ -8,11 +8,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from neuzip.kernels.quantizers import pack, quantize_heads, unpack, words
-from neuzip.kernels.quantizers.kv import Range
+from neuzip.kernels.quantizers import (
+    GroupedHeads,
+    group_count,
+    hadamard,
+    pack,
+    quantize_groups,
+    quantize_heads,
+    unpack,
+    words,
+)
 
 EXTRA_BIT = 3
-"""The number of bits with which the first token has one more."""
+"""The number of bits with which the first token has one more, in the plain form."""
+
+OF_TOKENS, OF_TEXTS = ("words", "scale", "zero"), ("first_bits", "first", "center")
+"""The arrays of `Heads` that have an entry for each token, and those that have one for each text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,14 +32,19 @@ class Heads:
 
     width  numbers of a head
     bits   of a code, 1 to 8
+    group  numbers of a rotated head that share a scale and a zero point; None in the plain form
     """
 
     words: Tensor
     scale: Tensor
-    low: Tensor | None
+    zero: Tensor | None
     first_bits: Tensor | None
+    first: Tensor | None
+    center: Tensor | None
+    still: Tensor | None
     width: int
     bits: int
+    group: int | None
 
     @property
     def capacity(self) -> int:
@@ -36,89 +52,171 @@ class Heads:
         return self.words.shape[2]
 
     @property
+    def whole(self) -> int:
+        """How many tokens at the begin of each text are kept as they are."""
+        return 0 if self.first is None else self.first.shape[2]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays, whether tokens are in them or not."""
-        held = (self.words, self.scale, self.low, self.first_bits)
+        held = (getattr(self, name) for name in (*OF_TOKENS, *OF_TEXTS, "still"))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def tokens(self, start: int, stop: int) -> Heads:
-        """The slice from one token to another: the same memory, the first token's bit as it is."""
-        low = None if self.low is None else self.low[:, :, start:stop]
-        return replace(self, words=self.words[:, :, start:stop], scale=self.scale[:, :, start:stop], low=low)
+        """The slice from one token to another: the same memory, what belongs to a whole text as it is."""
+        return self._with(lambda tensor: tensor[:, :, start:stop], OF_TOKENS)
 
     def texts(self, choose: Callable[[Tensor], Tensor]) -> Heads:
         """Other texts in place of these: `choose` is given each tensor, [B, ...]."""
-        low = None if self.low is None else choose(self.low)
-        bits = None if self.first_bits is None else choose(self.first_bits)
-        return replace(self, words=choose(self.words), scale=choose(self.scale), low=low, first_bits=bits)
+        return self._with(choose, OF_TOKENS + OF_TEXTS)
 
     def copy_(self, other: Heads) -> None:
-        """Take over all tokens of another, whose capacity is as large, and its first token's bit."""
-        for mine, others in (
-            (self.words, other.words),
-            (self.scale, other.scale),
-            (self.low, other.low),
-            (self.first_bits, other.first_bits),
-        ):
+        """Take over all tokens of another, whose capacity is as large, and what belongs to its texts."""
+        for name in OF_TOKENS + OF_TEXTS:
+            mine, others = getattr(self, name), getattr(other, name)
             if mine is not None and others is not None:
                 mine.copy_(others)
+
+    def _with(self, choose: Callable[[Tensor], Tensor], names: tuple[str, ...]) -> Heads:
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: choose(held) for name, held in tensors.items() if held is not None})
 
 
 def empty(
     shape: tuple[int, int, int, int],
     bits: int,
     *,
-    span: Range = "absmax",
+    group: int | None = None,
+    whole: int = 0,
+    still: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     scale_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
 ) -> Heads:
-    """Memory for [B, H, N, width] numbers, which are 0 so far."""
+    """Memory for [B, H, N, width] numbers, which are 0 so far.
+
+    group        numbers of a rotated head that share a scale and a zero point; None is the plain form
+    whole        tokens at the begin of each text that are kept as they are, in `dtype`; 0 in the plain form
+    still        bool [width]: the channels of which the mean of those tokens, the very first left out, is
+                 subtracted before later tokens are rotated; None: nothing is subtracted
+    scale_dtype  that of the scales of the plain form
+    """
     batch, heads, tokens, width = shape
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    packed = zeros(batch, heads, tokens, words(width, bits), dtype=torch.int32)
+    if group is None:
+        scale = zeros(batch, heads, tokens, 1, dtype=scale_dtype)
+        extra = zeros(batch, heads, words(width, 1), dtype=torch.int32) if bits == EXTRA_BIT else None
+        return Heads(packed, scale, None, extra, None, None, None, width, bits, None)
+    groups = batch, heads, tokens, group_count(width, group)
     return Heads(
-        zeros(batch, heads, tokens, words(width, bits), dtype=torch.int32),
-        zeros(batch, heads, tokens, dtype=scale_dtype),
-        zeros(batch, heads, tokens, dtype=scale_dtype) if span == "minmax" else None,
-        zeros(batch, heads, words(width, 1), dtype=torch.int32) if bits == EXTRA_BIT else None,
+        packed,
+        zeros(*groups, dtype=torch.uint8),
+        zeros(*groups, dtype=torch.int8),
+        None,
+        zeros(batch, heads, whole, width, dtype=dtype) if whole else None,
+        zeros(batch, heads, width, dtype=torch.float32) if still is not None else None,
+        None if still is None else still.to(device),
         width,
         bits,
+        group,
     )
 
 
 def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool = True) -> None:
     """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one `Heads`."""
-    tokens = x.shape[2]
     at = at.flatten()[0] if isinstance(at, Tensor) else at
-    span: Range = "absmax" if heads.low is None else "minmax"
-    quantized = quantize_heads(x, heads.bits, span=span, scale_dtype=heads.scale.dtype)
-    codes, scale, low = quantized.codes, quantized.scale, quantized.low
+    if heads.group is None:
+        _store_plain(heads, x, at, first, with_first=with_first)
+    else:
+        _store_groups(heads, x, at, first, heads.group, with_first=with_first)
+
+
+def _store_groups(
+    heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, group: int, *, with_first: bool
+) -> None:
+    if heads.first is not None and with_first and x.shape[2]:
+        _keep_first(heads, x, first - at)
+    x = x.float()
+    if heads.center is not None:
+        later = torch.arange(x.shape[2], device=x.device) + at - first[:, None] >= heads.whole
+        x = torch.where(later[:, None, :, None], x - heads.center[:, :, None], x)
+    quantized = quantize_groups(hadamard(x), heads.bits, group)
+    _write(heads, at, quantized.codes, quantized.scale, quantized.zero)
+
+
+def _keep_first(heads: Heads, x: Tensor, place: Tensor) -> None:
+    """Keep those of the first tokens that are in x [B, H, T, width]; the very first is token `place` of x."""
+    assert heads.first is not None
+    places = place[:, None] + torch.arange(heads.whole, device=x.device)
+    inside = ((places >= 0) & (places < x.shape[2]))[:, None, :, None]
+    where = places.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, heads.width)
+    heads.first.copy_(torch.where(inside, x.gather(2, where).to(heads.first.dtype), heads.first))
+    if heads.center is not None:
+        heads.center.copy_(torch.where(heads.still, _mean_of_later(heads.first), 0))
+
+
+def _mean_of_later(first: Tensor) -> Tensor:
+    """The mean of all whole tokens [B, H, whole, width] but the first: fp32, added in the order of tokens."""
+    total = torch.zeros_like(first[:, :, 0], dtype=torch.float32)
+    for token in first[:, :, 1:].float().unbind(2):
+        total = total + token
+    return total * (1 / max(1, first.shape[2] - 1))
+
+
+def _store_plain(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool) -> None:
+    tokens = x.shape[2]
+    quantized = quantize_heads(x, heads.bits, scale_dtype=heads.scale.dtype)
+    codes, scale = quantized.codes, quantized.scale
     if heads.first_bits is not None and with_first and tokens:
         place = first - at
         inside = ((place >= 0) & (place < tokens))[:, None, None, None]
         where = place.clamp(0, tokens - 1)[:, None, None, None].expand(-1, x.shape[1], 1, -1)
         its = quantize_heads(
             x.gather(2, where.expand(-1, -1, -1, heads.width)),
-            heads.bits + 1, span=span, scale_dtype=heads.scale.dtype,
-        )  # fmt: skip
-        upper = pack(its.codes[:, :, 0] >> heads.bits, 1)
+            heads.bits + 1,
+            scale_dtype=heads.scale.dtype,
+        )
+        upper = pack(its.codes[:, :, 0] >> heads.bits, 1, check=False)
         heads.first_bits.copy_(torch.where(inside[..., 0], upper, heads.first_bits))
         is_first = inside & (torch.arange(tokens, device=x.device)[:, None] == where[:, :, :1])
         codes = torch.where(is_first, its.codes & ((1 << heads.bits) - 1), codes)
         scale = torch.where(is_first, its.scale, scale)
-        low = torch.where(is_first, its.low, low) if its.low is not None and low is not None else None
-    to = torch.arange(tokens, device=x.device) + at
-    heads.words.index_copy_(2, to, pack(codes, heads.bits))
-    heads.scale.index_copy_(2, to, scale[..., 0])
-    if heads.low is not None and low is not None:
-        heads.low.index_copy_(2, to, low[..., 0])
+    _write(heads, at, codes, scale, None)
+
+
+def _write(heads: Heads, at: int | Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+    """Write what is stored of some tokens, from `at` on."""
+    to = torch.arange(codes.shape[2], device=codes.device) + at
+    heads.words.index_copy_(2, to, pack(codes, heads.bits, check=False))
+    heads.scale.index_copy_(2, to, scale)
+    if heads.zero is not None and zero is not None:
+        heads.zero.index_copy_(2, to, zero)
 
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of all tokens in `dtype`, [B, H, N, width]: `kv_cache.load` in torch."""
     codes = unpack(heads.words, heads.bits, heads.width)
+    if heads.group is None or heads.zero is None:
+        return _load_plain(heads, codes, first).to(dtype)
+    quantized = GroupedHeads(codes, heads.scale, heads.zero, heads.bits, heads.group)
+    x = hadamard(quantized.dequantize())
+    place = torch.arange(heads.capacity, device=first.device) - first[:, None]
+    if heads.center is not None:
+        later = (place >= heads.whole)[:, None, :, None]
+        x = torch.where(later, x + heads.center[:, :, None], x)
+    x = x.to(dtype)
+    if heads.first is None:
+        return x
+    inside = ((place >= 0) & (place < heads.whole))[:, None, :, None]
+    which = place.clamp(0, heads.whole - 1)[:, None, :, None].expand(-1, x.shape[1], -1, heads.width)
+    return torch.where(inside, heads.first.gather(2, which).to(dtype), x)
+
+
+def _load_plain(heads: Heads, codes: Tensor, first: Tensor) -> Tensor:
     half: float | Tensor = ((1 << heads.bits) - 1) / 2
     if heads.first_bits is not None:
         is_first = torch.arange(heads.capacity, device=first.device) == first[:, None]
@@ -126,7 +224,4 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
         upper = unpack(heads.first_bits, 1, heads.width)[:, :, None] << heads.bits
         codes = torch.where(is_first, codes | upper, codes)
         half = torch.where(is_first, ((2 << heads.bits) - 1) / 2, half)
-    scale = heads.scale[..., None].float()
-    if heads.low is None:
-        return ((codes - half) * scale).to(dtype)
-    return (codes * scale + heads.low[..., None].float()).to(dtype)
+    return (codes - half) * heads.scale.float()

@@ -6,7 +6,8 @@
     activations  int8_absmax, top_k_int8               codes -127 to 127  a scale a token
                  int4_absmean                          codes -8 to 7
                  fp4_e2m1                              codes +-0, 1, 2, 3, 4, 6, 8, 12: twice the E2M1 number
-    KV cache     quantize_heads, 1 to 8 bits           codes 0 to 2^b - 1 a scale a token and head
+    KV cache     quantize_groups, 1 to 8 bits          codes 0 to 2^b - 1 two bytes a group of a rotated head
+                 quantize_heads                        the same       a scale a token and head
     storage      pack, unpack                          b bits a code in 32-bit words
                  pack_ternary, unpack_ternary          2 bits a weight, as `dp4a` takes them
                  pack_trits, unpack_trits              5 weights a byte
@@ -33,7 +34,9 @@ from .activations import (
     top_k_mask,
 )
 from .grid_feedback import ErrorSpread, grid_feedback
+from .hadamard import block_width, hadamard
 from .kv import QuantizedHeads, quantize_heads
+from .kv_groups import GroupedHeads, group_count, quantize_groups
 from .planes import pack, pack_ternary, plane_widths, unpack, unpack_ternary, words
 from .ternary import Ternary, absmean, exact, least_squares, scale_for_absmean_reader
 from .ternary_feedback import error_feedback
@@ -42,14 +45,18 @@ from .trits import pack_trits, unpack_trits
 __all__ = [
     "EPSILON",
     "ErrorSpread",
+    "GroupedHeads",
     "QuantizedHeads",
     "QuantizedTokens",
     "Ternary",
     "absmean",
+    "block_width",
     "error_feedback",
     "exact",
     "fp4_e2m1",
     "grid_feedback",
+    "group_count",
+    "hadamard",
     "int4_absmean",
     "int8_absmax",
     "least_squares",
@@ -57,6 +64,7 @@ __all__ = [
     "pack_ternary",
     "pack_trits",
     "plane_widths",
+    "quantize_groups",
     "quantize_heads",
     "scale_for_absmean_reader",
     "squared_relu",

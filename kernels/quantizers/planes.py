@@ -38,15 +38,15 @@ def words(n: int, bits: int) -> int:
     return sum(-(-n * width // 32) for width in plane_widths(bits))
 
 
-def pack(codes: Tensor, bits: int, *, fill: int = 0) -> Tensor:
+def pack(codes: Tensor, bits: int, *, fill: int = 0, check: bool = True) -> Tensor:
     """Words of codes, uint8 [..., n] below 2**bits: int32 [..., words(n, bits)].
 
     The last words are filled up with the code `fill`. Raises ValueError for codes that are too large, which
-    waits for the device.
+    waits for the device; without `check` the caller promises that there are none.
     """
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes to be packed are uint8, not {codes.dtype}")
-    if codes.numel() and int(codes.max()) >> bits:
+    if check and codes.numel() and int(codes.max()) >> bits:
         raise ValueError(f"a code is {int(codes.max())}, which takes more than {bits} bits")
     left, planes = bits, []
     for width in plane_widths(bits):

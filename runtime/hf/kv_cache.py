@@ -4,11 +4,14 @@
     with cache.attention(model):
         model.generate(ids, past_key_values=cache)
 
-Keys, after the rotary embedding, and values are quantised as they come, a scale a token and head, and packed;
-any causal language model of attention layers will do, and no calibration is needed (BitNet a4.8, section
-3.1). A token attends to quantised keys and values of all tokens, its own included, in the prompt too. Under 3
-bits the first token of each text has 4. Which that is, an attention mask tells: of a text padded on the left
-the first that is no padding. Layers with a sliding window keep what is in the window.
+Keys, after the rotary embedding, and values are quantised as they come, each token on its own, and packed; any
+causal language model of attention layers will do, and no calibration is needed. A token attends to quantised
+keys and values of all tokens, its own included, in the prompt too. Which token is the first of a text, an
+attention mask tells: of a text padded on the left the first that is no padding. Layers with a sliding window
+keep what is in the window.
+
+The form "rotated" is made for keys with outlier channels: see kernels/kv_cache. The form "a4.8" is that of
+BitNet a4.8 (section 3.1): a scale a token and head, and with 3 bits the first token of each text has 4.
 
 Within `attention(model)`, on a GPU, one new token a text attends by a kernel that reads the packed form.
 Elsewhere, and for prompts, the numbers of a layer are made dense again and the model's own attention takes
@@ -20,20 +23,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from neuzip.choices import KvForm
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.hf.attention_names import PACKED_CACHE
 from neuzip.runtime.hf.kv_attention import not_readable
 from neuzip.runtime.hf.kv_layers import BY_A_KERNEL, DEQUANTISED, CacheFormat, KVLayer, StaticKVLayer
+from neuzip.runtime.hf.rotary import still_channels
 from neuzip.runtime.hf.static_cache import TokenPositions
 from neuzip.runtime.kv_bits import WHAT_THERE_IS, BitsArgument, as_bits
+from neuzip.runtime.residencies import in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -50,9 +56,8 @@ class KVCache(Cache):
                     None for one without keys and values; or a plan file, see `choose_kv_bits`
     max_length      number of tokens for which memory is allocated at once; None lets the cache grow. Further
                     tokens raise IndexError on a CPU. A GPU drops them silently, as a check costs time
-    span            "absmax" stores one scale per token and head, as a4.8 does; "minmax" also stores an
-                    offset, which lowers the error
-    scale_dtype     dtype of the scales
+    form            "rotated" is for models whose keys have outlier channels; "a4.8" stores one scale per token
+                    and head, as BitNet a4.8 does
     attention_mask  mask [B, T] of padded prompts, nonzero from the first token of each prompt on; None means
                     that no prompt is padded. The batch may be a multiple of B, as in beam search
     places          positions of the new tokens in their sequences, only with `max_length`; None means that
@@ -68,13 +73,14 @@ class KVCache(Cache):
         bits: BitsArgument,
         *,
         max_length: int | None = None,
-        span: Range = "absmax",
-        scale_dtype: torch.dtype = torch.bfloat16,
+        form: KvForm = "rotated",
         attention_mask: Tensor | None = None,
         places: TokenPositions | None = None,
     ) -> None:
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
-        self.form = CacheFormat(span, scale_dtype, first)  # a layer that knew its cache would keep it alive
+        if form not in get_args(KvForm):
+            raise UsageError(f"`form={form!r}`: is no form of a KV cache", f"give {in_words(get_args(KvForm))}")
+        self.form = CacheFormat(form, first)  # a layer that knew its cache would keep it alive
         self._places = places
         self._model: tuple[weakref.ref[PreTrainedModel], str | None] | None = None
         text_config = config.get_text_config(decoder=True)
@@ -96,9 +102,10 @@ class KVCache(Cache):
                 raise UsageError(
                     f"`kv_bits`: no bits for the keys and values of layer {index}", WHAT_THERE_IS
                 )
+            still = None if self.form.name == "a4.8" else partial(still_channels, config, index)
             if max_length is not None:
-                return StaticKVLayer(self.form, bits, max_length, self._places)
-            return KVLayer(self.form, bits, getattr(layer, "sliding_window", None))
+                return StaticKVLayer(self.form, bits, max_length, self._places, still)
+            return KVLayer(self.form, bits, getattr(layer, "sliding_window", None), still)
         if type(layer).__name__ in STATELESS:
             return layer
         raise NeuzipError(
@@ -123,13 +130,19 @@ class KVCache(Cache):
                 f"{name}: keeps no keys and values in the cache that it is given", "leave out `kv_bits`"
             )
 
+    def _not_readable(self, model: PreTrainedModel) -> str | None:
+        """Why no kernel reads what is packed, in words; None if one does."""
+        if self.form.name != "a4.8":
+            return f"no kernel reads the form {self.form.name} yet"
+        return not_readable(model)
+
     @contextmanager
     def attention(self, model: PreTrainedModel) -> Iterator[None]:
         """Context in which the model's attention reads the packed cache directly, if a kernel supports the
         model. `how` says what happened.
         """
         if self._model is None or self._model[0]() is not model:
-            self._model = weakref.ref(model), not_readable(model)
+            self._model = weakref.ref(model), self._not_readable(model)
             refused = self._model[1]
             self.form.how = BY_A_KERNEL if refused is None else f"{DEQUANTISED}: {refused}"
         if self._model[1] is not None or self.form.reads_packed:

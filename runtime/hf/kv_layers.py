@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from neuzip.choices import KvForm
 from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
-from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.hf.static_cache import TokenPositions
 from neuzip.runtime.kv_bits import LayerBits
 
 GROWTH = 256
 """Tokens by which a layer grows."""
+
+GROUP, WHOLE = 32, 4
+"""The form "rotated": numbers that share a scale; tokens at the begin of a text that are kept as they are."""
 
 BY_A_KERNEL = "by a kernel that reads the packed form"
 DEQUANTISED = "dequantised, then the model's own attention"
@@ -26,12 +30,12 @@ DEQUANTISED = "dequantised, then the model's own attention"
 class CacheFormat:
     """How keys and values are kept and read: what a cache and its layers have in common.
 
+    name          "rotated", or "a4.8"
     first         int64 [B], the first token of each prompt; None: token 0
     reads_packed  whether attention now takes what is packed, and `how` it is read, in words
     """
 
-    span: Range
-    scale_dtype: torch.dtype
+    name: KvForm
     first: Tensor | None
     reads_packed: bool = False
     how: str = DEQUANTISED
@@ -43,6 +47,21 @@ class CacheFormat:
         if batch % self.first.shape[0]:
             raise ValueError(f"{batch} texts, and a mask of {self.first.shape[0]}")
         return self.first.repeat_interleave(batch // self.first.shape[0])
+
+    def allocate(self, states: Tensor, tokens: int, bits: int, still: Tensor | None) -> Heads:
+        """Memory in `bits` for so many tokens like `states` [B, H, T, width]; `still`: see `kernels.empty`."""
+        batch, heads, _, width = states.shape
+        shape = batch, heads, tokens, width
+        if self.name == "a4.8":
+            return kernels.empty(shape, bits, device=states.device)
+        return kernels.empty(
+            shape, bits, group=GROUP, whole=WHOLE, still=still, dtype=states.dtype, device=states.device
+        )
+
+    @property
+    def first_count(self) -> int:
+        """How many tokens at the begin of a text are stored otherwise than those after them."""
+        return 1 if self.name == "a4.8" else WHOLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +92,23 @@ class PackedStates:
 class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, [B, H, tokens, width], in few bits; it grows by GROWTH tokens.
 
-    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do.
+    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do. `still`
+    gives the channels of keys, of some width, that positions do not turn: `rotary.still_channels`.
     """
 
     is_compileable = False
     is_croppable = True
     max_length = -1
 
-    def __init__(self, form: CacheFormat, bits: LayerBits, window: int | None = None) -> None:
+    def __init__(
+        self,
+        form: CacheFormat,
+        bits: LayerBits,
+        window: int | None = None,
+        still: Callable[[int], Tensor] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.form, self.bits, self.window = form, bits, window
+        self.form, self.bits, self.window, self.still = form, bits, window, still
         self.is_sliding = window is not None
         self.record_past = False
         self.key_heads: Heads | None = None
@@ -105,8 +131,9 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.first = self.form.first_tokens(self.batch_size).to(self.device)
         self.last_first = int(self.first.max()) if self.first.numel() else 0
         tokens = max(self.max_length, 0)
-        self.key_heads = self._allocate(key_states, tokens, self.bits.keys)
-        self.value_heads = self._allocate(value_states, tokens, self.bits.values)
+        still = None if self.still is None else self.still(key_states.shape[3])
+        self.key_heads = self.form.allocate(key_states, tokens, self.bits.keys, still)
+        self.value_heads = self.form.allocate(value_states, tokens, self.bits.values, None)
         self.is_initialized = True
 
     def update(  # type: ignore[override]
@@ -118,7 +145,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         tokens = key_states.shape[2]
         self._reserve(key_states, value_states)
         begin = self.end
-        self._store(key_states, value_states, begin, self.gone + begin <= self.last_first)
+        with_first = self.gone + begin < self.last_first + self.form.first_count
+        self._store(key_states, value_states, begin, with_first)
         self.end += tokens
         visible = self.start if self.window is None else max(self.start, begin - self.window + 1)
         shown = self._shown(visible, self.end, self.end - visible, packed=tokens == 1)
@@ -143,14 +171,6 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys, values = states
         return (keys, values) if packed and self.form.reads_packed else (keys.dense(), values.dense())
 
-    def _allocate(self, states: Tensor, tokens: int, bits: int) -> Heads:
-        batch, heads, _, width = states.shape
-        form = self.form
-        return kernels.empty(
-            (batch, heads, tokens, width), bits,
-            span=form.span, scale_dtype=form.scale_dtype, device=states.device,
-        )  # fmt: skip
-
     def _reserve(self, keys: Tensor, values: Tensor) -> None:
         """Move what is still there to larger memory, if the new tokens do not fit into this one."""
         assert self.key_heads is not None and self.value_heads is not None
@@ -161,7 +181,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         wanted = -(-(live + tokens) // GROWTH) * GROWTH
         moved = []
         for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            larger = self._allocate(states, wanted, heads.bits)
+            larger = self.form.allocate(states, wanted, heads.bits, heads.still)
             larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
             moved.append(larger)
         self.key_heads, self.value_heads = moved
@@ -244,9 +264,14 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
     is_croppable = False
 
     def __init__(
-        self, form: CacheFormat, bits: LayerBits, max_length: int, places: TokenPositions | None = None
+        self,
+        form: CacheFormat,
+        bits: LayerBits,
+        max_length: int,
+        places: TokenPositions | None = None,
+        still: Callable[[int], Tensor] | None = None,
     ) -> None:
-        super().__init__(form, bits)
+        super().__init__(form, bits, still=still)
         self.max_length, self.places = max_length, places
         self.length: Tensor | None = None
 

@@ -88,11 +88,13 @@ def test_layers_get_different_bits_and_the_stored_bits_are_those_of_the_cache(
     layers = calibration.bits.layers
     assert len(layers) == 6 and len(set(layers)) > 2
     assert any(layer is not None and layer.keys != layer.values for layer in layers)
-    cache = library.KVCache(model.config, calibration.bits)
-    model(input_ids=torch.arange(8)[None], past_key_values=cache)
-    capacity = cache.layers[0].key_heads.capacity  # type: ignore[union-attr]
-    numbers = 6 * 2 * 2 * 32 * capacity  # layers, keys and values, heads, width
-    assert calibration.stored_bits == pytest.approx(8 * cache.nbytes / numbers)
+    sizes = []
+    for length in (256, 512):
+        cache = library.KVCache(model.config, calibration.bits, max_length=length)
+        model(input_ids=torch.arange(8)[None], past_key_values=cache)
+        sizes.append(cache.nbytes)
+    numbers = 6 * 2 * 2 * 32 * 256  # layers, keys and values, heads, width, tokens
+    assert calibration.stored_bits == pytest.approx(8 * (sizes[1] - sizes[0]) / numbers)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.errors import FormatError, NeuzipError, UsageError
-from neuzip.kernels import kv_cache as kernels
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.kv_bits import (
@@ -118,10 +117,10 @@ def test_each_layer_of_a_cache_has_its_bits(model: PreTrainedModel):
     model(input_ids=ids, past_key_values=cache)
     heads = [(layer.key_heads, layer.value_heads) for layer in cache.layers]
     assert [(keys.bits, values.bits) for keys, values in heads] == [(8, 3), (2, 6), (4, 4)]
-    shape = (2, 1, heads[0][0].capacity, 32)
     widths = [bits for pair in LAYERS for bits in (pair.keys, pair.values)]
-    expected = sum(kernels.empty(shape, bits).nbytes for bits in widths)
-    assert cache.nbytes == expected and cache.bits == LAYERS
+    codes = sum(one.words.nbytes for pair in heads for one in pair)
+    assert codes == 2 * 32 * sum(widths) * heads[0][0].capacity // 8 and cache.bits == LAYERS
+    assert cache.nbytes == sum(one.nbytes for pair in heads for one in pair)
 
 
 def test_a_cache_that_grows_keeps_the_bits_of_keys_and_values(

@@ -87,7 +87,7 @@ def _shares(tokens: int, programs: int, device: torch.device) -> int:
 
 def _arguments(heads: Heads) -> tuple[Tensor | int | None, ...]:
     strides = (*heads.words.stride()[:3], *heads.scale.stride()[:2])
-    return heads.words, heads.scale, heads.low, heads.first_bits, *strides, *first_bit_strides(heads)
+    return heads.words, heads.scale, None, heads.first_bits, *strides, *first_bit_strides(heads)
 
 
 def _multiplied(dtype: torch.dtype) -> tl.dtype:

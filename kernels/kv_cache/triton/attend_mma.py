@@ -111,7 +111,7 @@ def _shares(tokens: int, programs: int, device: torch.device) -> int:
 
 def _arguments(heads: Heads) -> tuple[Tensor | int | None, ...]:
     strides = *heads.words.stride()[:2], *heads.scale.stride()[:2]
-    return heads.words, heads.scale, heads.low, heads.first_bits, *strides, *first_bit_strides(heads)
+    return heads.words, heads.scale, None, heads.first_bits, *strides, *first_bit_strides(heads)
 
 
 @triton.jit

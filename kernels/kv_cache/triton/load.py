@@ -33,7 +33,7 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     widths = plane_widths(heads.bits)
     launch(
         _load_kernel, (triton.cdiv(tokens, rows), count, batch),
-        out, heads.words, heads.scale, heads.low, heads.first_bits, first, tokens, heads.width,
+        out, heads.words, heads.scale, None, heads.first_bits, first, tokens, heads.width,
         *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2],
         *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
         BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),

@@ -58,7 +58,7 @@ def _check(heads: Heads, x: Tensor) -> None:
 
 def _layout(heads: Heads) -> tuple[object, ...]:
     """What has to be the same for heads that a launch takes together."""
-    tensors = heads.words, heads.scale, heads.low, heads.first_bits
+    tensors = heads.words, heads.scale, heads.first_bits
     return heads.width, heads.bits, *((t.shape, t.stride(), t.dtype) for t in tensors if t is not None)
 
 
@@ -72,7 +72,7 @@ def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, 
     launch(
         _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
         tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
-        tuple(h.low for h in heads), tuple(h.first_bits for h in heads), first, at,
+        tuple(None for _ in heads), tuple(h.first_bits for h in heads), first, at,
         tokens, one.capacity, width, count, tuple(x.stride()[:3] for x in states),
         *one.words.stride()[:3], *one.scale.stride()[:2],
         *(one.first_bits.stride()[:2] if one.first_bits is not None else (0, 0)),

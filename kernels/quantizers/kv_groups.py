@@ -1,0 +1,122 @@
+"""Keys and values of a cache in groups of a rotated head: two bytes a group, from its least and largest number.
+
+Keys of trained models have channels far larger than the others, and one scale a head drowns the rest. The
+Hadamard transform spreads such a channel over the head (QuaRot, arXiv 2404.00456, section 4), and a group of
+its numbers gets a scale and a zero point of its own: value = scale * (code - zero point).
+
+    scale   uint8, e = byte >> 3 and m = byte & 7: 2**(e - 20) * (1 + m / 8); 0 stands for 0, 255 for NaN
+    zero    int8: the middle of the group in units of 2**bits / 128 steps, so that the zero point is
+            (2**bits - 1) / 2 - zero * 2**(bits - 7)
+
+A code less its zero point is exact in fp32, so a value is rounded once, whatever a compiler fuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import magnitudes
+from .magnitudes import quotient
+
+COVER = {1: 0.6, 2: 0.7, 3: 0.85, 4: 0.95, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}
+"""By bits of a code: how much of the range of a group its codes cover. Numbers beyond get the last code."""
+
+SCALE_NAN = 255
+"""The scale byte of a group with NaN or infinity."""
+
+LEAST_EXPONENT = -20
+"""The binary exponent of the smallest scale."""
+
+_UNIT = (127 + LEAST_EXPONENT) << 3
+"""What a scale byte lacks to the first 12 bits of the fp32 number that it stands for."""
+
+
+def group_count(width: int, group: int) -> int:
+    """How many groups a head of `width` numbers has; the last may be shorter."""
+    return -(-width // group)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedHeads:
+    """Rotated keys or values as unsigned integers.
+
+    codes  uint8 [..., width], 0 to 2**bits - 1
+    scale  uint8 [..., groups], see the module
+    zero   int8 [..., groups], see the module
+    bits   of each code
+    group  numbers that share a scale
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    group: int
+
+    def dequantize(self) -> Tensor:
+        """The values of the codes, fp32 [..., width]: still rotated."""
+        width = self.codes.shape[-1]
+        scale, point = (
+            per_group.repeat_interleave(self.group, -1)[..., :width]
+            for per_group in (scales(self.scale), zero_points(self.zero, self.bits))
+        )
+        return (self.codes - point) * scale
+
+
+def scales(scale: Tensor) -> Tensor:
+    """The numbers that scale bytes stand for, fp32."""
+    numbers = ((scale.int() + _UNIT) << 20).view(torch.float32)
+    numbers = torch.where(scale == 0, 0, numbers)
+    return torch.where(scale == SCALE_NAN, torch.nan, numbers)
+
+
+def zero_points(zero: Tensor, bits: int) -> Tensor:
+    """The code, not always a whole number, that stands for 0: fp32, exact."""
+    return ((1 << bits) - 1) / 2 - zero.float() * 2.0 ** (bits - 7)
+
+
+def quantize_groups(x: Tensor, bits: int, group: int) -> GroupedHeads:
+    """Quantise each group of a head [..., width], bf16, fp16 or fp32, to unsigned integers of 1 to 8 bits.
+
+    In fp32, one rounding an operation, with n = 2**bits - 1 and the least and largest number of a group:
+
+        middle = (least + largest) * 0.5
+        half   = max((largest - least) * 0.5, |middle| * 0.5)
+        scale  = half * (2 COVER / n), rounded up to a scale byte
+        zero   = round(middle / scale * 2**(7 - bits)), clipped to -128 to 127
+        code   = round(x / scale + zero point), clipped to 0 to n
+
+    A group with NaN or infinity, or too large for a scale byte, has the scale NaN and codes 0; where the
+    scale is 0, codes and `zero` are so. Raises ValueError for other bits or groups, TypeError for other dtypes.
+    """
+    magnitudes.check_floats(x)
+    if not 1 <= bits <= 8 or group < 1:
+        raise ValueError(f"groups are of 1 or more numbers in 1 to 8 bits, not {group} in {bits}")
+    width, n = x.shape[-1], (1 << bits) - 1
+    groups = group_count(width, group)
+    x = F.pad(x.float(), (0, groups * group - width)).unflatten(-1, (groups, group))
+    there = (torch.arange(groups * group, device=x.device) < width).view(groups, group)
+    least = x.masked_fill(~there, torch.inf).amin(-1)
+    most = x.masked_fill(~there, -torch.inf).amax(-1)
+    middle = (least + most) * 0.5
+    half = torch.maximum((most - least) * 0.5, middle.abs() * 0.5)
+    byte = _scale_bytes(half * (2 * COVER[bits] / n))
+    scale = scales(byte)[..., None]
+    usable = (byte != 0) & (byte != SCALE_NAN)
+    divisor = torch.where(usable[..., None], scale, 1)
+    zero = (quotient(middle[..., None], divisor)[..., 0] * 2.0 ** (7 - bits)).round().clamp(-128, 127)
+    zero = torch.where(usable, zero, 0).to(torch.int8)
+    codes = (x / divisor + zero_points(zero, bits)[..., None]).round().clamp(0, n)
+    codes = torch.where(usable[..., None], codes, 0).to(torch.uint8)
+    return GroupedHeads(codes.flatten(-2)[..., :width], byte, zero, bits, group)
+
+
+def _scale_bytes(scale: Tensor) -> Tensor:
+    """The scale bytes of fp32 numbers of 0 or more, rounded up."""
+    byte = ((scale.view(torch.int32) + ((1 << 20) - 1)) >> 20) - _UNIT
+    byte = torch.where(scale == 0, 0, byte.clamp(1, SCALE_NAN))
+    return torch.where(scale.isfinite(), byte, SCALE_NAN).to(torch.uint8)
