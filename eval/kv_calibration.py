@@ -98,8 +98,8 @@ class KVCalibration:
 
     `limit` and all divergences are in nats per token. `trials` has the divergence of each choice that was
     measured, the last one taken. `comparison` is of the model with and without the quantised cache, on the
-    calibration text. `stored_bits` are those of a number on average, scales included; the few tokens of a text
-    that are kept whole are not counted.
+    calibration text. `stored_bits` are those of a number on average, scales included; the few tokens of a
+    text that are kept whole are not counted.
     """
 
     bits: KVBits

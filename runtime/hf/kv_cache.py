@@ -79,7 +79,9 @@ class KVCache(Cache):
     ) -> None:
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
         if form not in get_args(KvForm):
-            raise UsageError(f"`form={form!r}`: is no form of a KV cache", f"give {in_words(get_args(KvForm))}")
+            raise UsageError(
+                f"`form={form!r}`: is no form of a KV cache", f"give {in_words(get_args(KvForm))}"
+            )
         self.form = CacheFormat(form, first)  # a layer that knew its cache would keep it alive
         self._places = places
         self._model: tuple[weakref.ref[PreTrainedModel], str | None] | None = None
