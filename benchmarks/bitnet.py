@@ -49,7 +49,7 @@ FORMS = ("bf16", "b1.58", "a4.8", "a4.8-fp4")
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{form: (form, {}) for form in FORMS},
     "bf16, kernels of transformers": ("bf16", {"fuse": False}),
-    "a4.8, 3-bit KV": ("a4.8", {"kv_bits": 3}),
+    "a4.8, 3-bit KV": ("a4.8", {"kv_bits": 3, "kv_form": "a4.8"}),
 }
 """Who decodes: a form, and how."""
 

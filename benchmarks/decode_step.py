@@ -67,7 +67,7 @@ def steps(arguments: argparse.Namespace) -> None:
             kv_bits = 3 if form.endswith("kv 3") else None
             if way == "compiled" and (arguments.no_compile or kv_bits):
                 continue
-            decoder = GreedyDecoder(model, 1, PROMPT + NEW, kv_bits=kv_bits, **options)
+            decoder = GreedyDecoder(model, 1, PROMPT + NEW, kv_bits=kv_bits, kv_form="a4.8", **options)
             kernels = kernels_of(decoder, model)
             print(f"{form:9} {way:9} {len(kernels):8} {1e6 * seconds(decoder, model):10.1f}  {decoder.fused}")
             if arguments.list == form:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName
+from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName, KvForm
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.kv_bits import KvRequest, chosen_bits, requested
 from neuzip.cli.large_imports import import_large
@@ -66,6 +66,7 @@ class EvalOptions:
     kv_bits: str | None
     kv_text: str | None
     kv_plan: Path | None
+    kv_form: KvForm
     attention: Attention
     sparsity: bool
     page: Path | None
@@ -144,7 +145,7 @@ def _measure(
             paths, document, conventions=names, window=chosen.window, stride=chosen.stride,
             max_tokens=chosen.max_tokens, device=chosen.device, device_map=chosen.device_map,
             dtype=chosen.dtype, residency=chosen.residency, expert_memory=chosen.expert_memory,
-            activations=mode, attention=chosen.attention,
+            activations=mode, kv_form=chosen.kv_form, attention=chosen.attention,
         )  # fmt: skip
         bits, calibration = ranks.on_first(lambda: _bits(out, request, task, chosen.kv_text))
         task = replace(task, kv_bits=bits)
@@ -180,7 +181,7 @@ def _bits(
 
     with out.progress("load", None):
         model = load(task, len(task.paths) - 1)
-    return chosen_bits(out, request, task.paths[-1], model)
+    return chosen_bits(out, request, task.paths[-1], model, task.kv_form)
 
 
 def _evaluate_text(out: Output, ranks: Ranks, task: EvaluationTask, *, by_default: bool) -> Evaluation:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuzip.choices import KvForm
 from neuzip.cli.output import Output
 from neuzip.errors import UsageError
 from neuzip.runtime.kv_bits import KVBits, as_bits, auto_limit
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from neuzip.eval.kv_calibration import KVCalibration
     from neuzip.eval.measures.texts import Text
 
-NEEDS = {"--kv-text": ("--kv-bits",), "--kv-plan": ("--kv-bits",)}
+NEEDS = dict.fromkeys(("--kv-text", "--kv-plan", "--kv-form"), ("--kv-bits",))
 """Options of a KV cache that have no effect without another."""
 
 
@@ -62,11 +63,11 @@ def requested(
 
 
 def chosen_bits(
-    out: Output, request: KvRequest, path: Path, model: PreTrainedModel
+    out: Output, request: KvRequest, path: Path, model: PreTrainedModel, form: KvForm
 ) -> tuple[KVBits | None, KVCalibration | None]:
     """The bits of a request, and the calibration that chose them, which is shown; its plan file is written.
 
-    The model was loaded from `path`. Raises NeuzipError.
+    The model was loaded from `path`, and `form` is that of its cache. Raises NeuzipError.
     """
     if request.limit is None:
         return request.bits, None
@@ -74,7 +75,7 @@ def chosen_bits(
     from neuzip.cli.show.kv_cache import show_calibration
     from neuzip.eval.kv_calibration import calibrate
 
-    calibration = calibrate(path, model, request.text, request.limit, out.stage)
+    calibration = calibrate(path, model, request.text, request.limit, out.stage, kv_form=form)
     show_calibration(out, calibration)
     if request.plan is not None:
         calibration.save(request.plan, overwrite=request.overwrite)

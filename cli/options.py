@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from neuzip.choices import Activations, Attention, DeviceName
+from neuzip.choices import Activations, Attention, DeviceName, KvForm
 from neuzip.cli import tracebacks
 from neuzip.errors import UsageError
 from neuzip.runtime.residencies import RESIDENCIES, Residency, in_words
@@ -105,6 +105,12 @@ KvPlanOption = Annotated[
         help="Also write the bits that --kv-bits auto:KLD chooses to a plan file",
     ),
 ]  # fmt: skip
+KvFormOption = Annotated[
+    KvForm,
+    typer.Option(
+        "--kv-form", help="How --kv-bits quantises: rotated, in groups; or a4.8, one scale per head"
+    ),
+]
 AttentionOption = Annotated[
     Attention,
     typer.Option(

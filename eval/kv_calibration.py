@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from neuzip.choices import KvForm
 from neuzip.compress.overwrite_guard import refuse_existing
 from neuzip.compress.workspace import write_file, writing
 from neuzip.errors import NeuzipError
@@ -111,6 +112,7 @@ class KVCalibration:
     text: str
     window: int
     tokens: int
+    form: str
     device: str
     dtype: str
     seconds: float
@@ -126,7 +128,7 @@ class KVCalibration:
         return {
             "max_kld": self.limit, "kld": asdict(self.kld), "stored_bits": self.stored_bits,
             "text": self.text, "tokens": self.tokens, "window": self.window, "dtype": self.dtype,
-            "device": self.device, "versions": self.versions,
+            "device": self.device, "form": self.form, "versions": self.versions,
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -146,6 +148,7 @@ def calibrate(
     *,
     window: int | None = None,
     max_tokens: int | None = None,
+    kv_form: KvForm = "rotated",
 ) -> KVCalibration:
     """Choose the bits of the KV cache of a model that was loaded from `path`, for a KL divergence of `limit`.
 
@@ -158,7 +161,7 @@ def calibrate(
         window = min(WINDOW, positions(load_config(path)) or WINDOW)
     most = max_tokens or MAX_TOKENS[input_device(model).type]
     baseline = BaselineComparison(path, text, window=window, max_tokens=most, model=model)
-    measured = _PartlyQuantised(model)
+    measured = _PartlyQuantised(model, kv_form)
     parts = find_parts(measured, baseline)
     require_reach(baseline, measured, limit, stage)
     parts = single_divergences(baseline, measured, parts, stage)
@@ -176,6 +179,7 @@ def calibrate(
         text=text.name,
         window=convention.window,
         tokens=convention.tokens,
+        form=kv_form,
         device=device_name(baseline.device),
         dtype=str(model.dtype).removeprefix("torch."),
         seconds=time.monotonic() - began,
@@ -199,9 +203,9 @@ class _OnePart(KVLayer):  # type: ignore[no-untyped-call]
 class _PartlyQuantised(HeadedModel):
     """A model whose KV cache is in `kv_bits`: that of all layers, or only a part of one, `only`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kv_form: KvForm) -> None:
         self.only: tuple[int, PartName] | None = None
-        super().__init__(model, kv_bits=WIDTHS[0])
+        super().__init__(model, kv_bits=WIDTHS[0], kv_form=kv_form)
         self.layers = len(KVCache(model.config, WIDTHS[0]).layers)
 
     def kv_cache(self) -> KVCache | None:
@@ -226,7 +230,7 @@ class _PartlyQuantised(HeadedModel):
 
 def find_parts(model: _PartlyQuantised, baseline: BaselineComparison) -> list[CachePart]:
     """Keys and values of all layers that have any, with what they take. Raises NeuzipError if none has."""
-    cache = KVCache(model.model.config, WIDTHS[0])
+    cache = KVCache(model.model.config, WIDTHS[0], form=model.kv_form)
     with torch.inference_mode():
         ids = baseline.reading.ids[None, :TRIED].to(model.device)
         model.model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -239,14 +243,14 @@ def find_parts(model: _PartlyQuantised, baseline: BaselineComparison) -> list[Ca
         share = min(layer.window or window, window) / window
         for name, heads in zip(PARTS, (layer.key_heads, layer.value_heads), strict=True):
             states = torch.empty((1, heads.words.shape[1], 1, heads.width), device="meta")
-            sizes = tuple(share * token_bytes(layer.form, states, bits) for bits in WIDTHS)
+            sizes = tuple(share * token_bytes(layer.form, states, bits, heads.group) for bits in WIDTHS)
             parts.append(CachePart(number, name, share * states.numel(), sizes))
     return parts
 
 
-def token_bytes(form: CacheFormat, states: Tensor, bits: int) -> int:
+def token_bytes(form: CacheFormat, states: Tensor, bits: int, group: int | None) -> int:
     """What a token like `states` [1, H, 1, D] adds to a cache, scales included."""
-    one, two = (form.allocate(states, tokens, bits, None).nbytes for tokens in (1, 2))
+    one, two = (form.allocate(states, tokens, bits, group, None).nbytes for tokens in (1, 2))
     return two - one
 
 

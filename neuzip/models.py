@@ -16,7 +16,7 @@ from neuzip.arguments import (
     require_paths,
     require_texts,
 )
-from neuzip.choices import Activations, Attention, DeviceMap, DtypeName
+from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvForm
 from neuzip.compress.device import AnyDevice, named
 from neuzip.compress.progress import unseen
 from neuzip.errors import UsageError
@@ -61,6 +61,7 @@ def generate(
     min_p: float = 0.0,
     seed: int | None = None,
     kv_bits: BitsArgument | None = None,
+    kv_form: KvForm = "rotated",
     residency: Residency = "dense",
     expert_memory: int | None = None,
     activations: Activations | None = None,
@@ -79,9 +80,9 @@ def generate(
     `chat`. The text ends after `max_new_tokens` tokens, where the model ends it, or before the first of the
     strings `stop`. `temperature` 0 is greedy. With a higher temperature, neuzip samples from the `top_k` most
     likely tokens (0: all), from the nucleus of probability `top_p`, and from tokens at least `min_p` times as
-    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache:
-    see `KVCache`. `graph` replays steps as a CUDA graph on a GPU. `on_text` is called with each piece of text
-    as it comes.
+    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache, in
+    the form `kv_form`: see `KVCache`. `graph` replays steps as a CUDA graph on a GPU. `on_text` is called
+    with each piece of text as it comes.
 
     The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
     for parameters that are wrong, and NeuzipError for a checkpoint without a model that generates text.
@@ -90,6 +91,7 @@ def generate(
     require_texts(prompt=prompt, system=system or "")
     require_counts(max_new_tokens=max_new_tokens)
     bits = None if kv_bits is None else as_bits(kv_bits)
+    require_one_of(get_args(KvForm), kv_form=kv_form)
     require_seed(seed)
     require_stop(ends)
     if isinstance(model, str | os.PathLike):
@@ -114,7 +116,7 @@ def generate(
         path = local("model", origin)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
     return generate_from(
-        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=bits,
+        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=bits, kv_form=kv_form,
         on_text=on_text or (lambda text: None), loop="auto" if graph else "transformers",
     )  # fmt: skip
 
@@ -135,6 +137,7 @@ def evaluate(
     expert_memory: int | None = None,
     activations: Activations | None = None,
     kv_bits: BitsArgument | None = None,
+    kv_form: KvForm = "rotated",
     attention: Attention = "recorded",
 ) -> Evaluation:
     """Measure the perplexity of a model on a text, and its KL divergence from the original.
@@ -146,8 +149,8 @@ def evaluate(
     `window` is the number of tokens predicted per window, and `stride` the distance between strided windows.
     `max_tokens` limits the evaluation to the first tokens of the text. `device_map` spreads each model over
     all GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
-    `activations`, `kv_bits` (see `KVCache`) and `attention` apply to the model of `source`, not to the
-    original. `expert_memory` limits the bytes of experts on a GPU, as in `load_model`.
+    `activations`, `kv_bits` and `kv_form` (see `KVCache`) and `attention` apply to the model of `source`, not
+    to the original. `expert_memory` limits the bytes of experts on a GPU, as in `load_model`.
 
     The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
     token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for
@@ -156,6 +159,7 @@ def evaluate(
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)
     bits = None if kv_bits is None else as_bits(kv_bits)
+    require_one_of(get_args(KvForm), kv_form=kv_form)
     require_one_of(get_args(DtypeName), dtype=dtype)
     require_one_of((*get_args(DeviceMap), None), device_map=device_map)
     _require_ways(residency, activations, attention)
@@ -170,7 +174,7 @@ def evaluate(
     task = prepare(
         paths, document, conventions=names, window=window, stride=stride,
         max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
-        expert_memory=expert_memory, activations=mode, kv_bits=bits, attention=attention,
+        expert_memory=expert_memory, activations=mode, kv_bits=bits, kv_form=kv_form, attention=attention,
     )  # fmt: skip
     return evaluate_task(task, divergence=original is not None)
 
@@ -182,6 +186,7 @@ def choose_kv_bits(
     max_kld: float,
     window: int | None = None,
     max_tokens: int | None = None,
+    kv_form: KvForm = "rotated",
     device: AnyDevice = "auto",
 ) -> KVCalibration:
     """Choose the bits of the KV cache layer by layer: the fewest for a KL divergence of at most `max_kld`.
@@ -201,6 +206,7 @@ def choose_kv_bits(
     require_counts(window=window, max_tokens=max_tokens)
     require_paths(text=text)
     require_divergence(max_kld=max_kld)
+    require_one_of(get_args(KvForm), kv_form=kv_form)
     document = read_text(os.fspath(text))
     if isinstance(model, str | os.PathLike):
         path = local("model", model)
@@ -208,7 +214,9 @@ def choose_kv_bits(
     else:
         _refuse_of_loaded(device=device not in ("auto", None))
         path, live = local("model", _origin(model)), model
-    return calibrate(path, live, document, max_kld, unseen, window=window, max_tokens=max_tokens)
+    return calibrate(
+        path, live, document, max_kld, unseen, window=window, max_tokens=max_tokens, kv_form=kv_form
+    )
 
 
 def _require_ways(residency: object, activations: object, attention: object) -> None:

@@ -90,6 +90,7 @@ def command(
     kv_bits: KvBitsOption = None,
     kv_text: options.KvTextOption = None,
     kv_plan: options.KvPlanOption = None,
+    kv_form: options.KvFormOption = "rotated",
     attention: AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
     overwrite: options.OverwriteFileOption = False,
@@ -120,7 +121,7 @@ def command(
     if request.limit is not None:
         with out.progress("load", None):
             model = load_model(path, device=place, attention=False)
-        bits, calibration = chosen_bits(out, request, path, model)
+        bits, calibration = chosen_bits(out, request, path, model, kv_form)
         del model  # before the models that are measured
     plan = make_plan(
         path,
@@ -132,6 +133,7 @@ def command(
         device=place,
         graph=graph,
         kv_bits=bits,
+        kv_form=kv_form,
         attention=attention,
         compiled=compiled,
         expert_memory=experts,

@@ -29,8 +29,8 @@ EXAMPLES = [
 GROUPS = {
     "Text and perplexity": ("text", "original", "conventions", "window", "stride", "max_tokens"),
     "How the model runs": (
-        "residency", "expert_memory", "activations", "kv_bits", "kv_text", "kv_plan", "attention",
-        "dtype", "device", "device_map",
+        "residency", "expert_memory", "activations", "kv_bits", "kv_text", "kv_plan", "kv_form",
+        "attention", "dtype", "device", "device_map",
     ),
     "Benchmark tasks": ("tasks", "limit"),
     "Report": ("page", "sweep", "sparsity", "overwrite"),
@@ -136,6 +136,7 @@ def command(
     kv_bits: options.KvBitsOption = None,
     kv_text: options.KvTextOption = None,
     kv_plan: options.KvPlanOption = None,
+    kv_form: options.KvFormOption = "rotated",
     attention: AttentionOption = "recorded",
     sparsity: SparsityOption = False,
     page: PageOption = None,
@@ -154,7 +155,8 @@ def command(
             src=src, text=text, original=original, conventions=conventions, window=window, stride=stride,
             max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
             expert_memory=options.size(expert_memory), activations=activations, kv_bits=kv_bits,
-            kv_text=kv_text, kv_plan=kv_plan, attention=attention, sparsity=sparsity, page=page, sweep=sweep,
+            kv_text=kv_text, kv_plan=kv_plan, kv_form=kv_form, attention=attention, sparsity=sparsity,
+            page=page, sweep=sweep,
             tasks=tasks, limit=limit, overwrite=overwrite, json=json, quiet=quiet,
         )
     )  # fmt: skip

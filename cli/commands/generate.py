@@ -54,6 +54,7 @@ GROUPS = {
         "kv_bits",
         "kv_text",
         "kv_plan",
+        "kv_form",
         "attention",
         "device",
         "graph",
@@ -125,6 +126,7 @@ def command(
     kv_bits: options.KvBitsOption = None,
     kv_text: options.KvTextOption = None,
     kv_plan: options.KvPlanOption = None,
+    kv_form: options.KvFormOption = "rotated",
     attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
     graph: GraphOption = True,
@@ -176,11 +178,11 @@ def command(
             path, device=place, residency=residency, expert_memory=experts, activations=mode, attention=False
         )
     load_seconds = time.monotonic() - began
-    bits, calibration = chosen_bits(out, request, path, model)
+    bits, calibration = chosen_bits(out, request, path, model, kv_form)
     layer_bits = choose(model, attention)
     with out.stream() as write:
         generation = generate(
-            model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=bits,
+            model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=bits, kv_form=kv_form,
             on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     run = GenerationRun(

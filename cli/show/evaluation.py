@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.conventions import Convention
     from neuzip.eval.measures.divergence import Comparison
     from neuzip.eval.measures.estimates import Estimate
-    from neuzip.eval.measures.perplexity import ConventionScores, Evaluation
+    from neuzip.eval.measures.perplexity import ConventionScores, Evaluation, MeasuredModel
     from neuzip.eval.report.evaluation import EvaluationReport
     from neuzip.runtime.hf.sparsity import Sparsity
 
@@ -113,7 +113,7 @@ def show_evaluation(out: Output, evaluation: Evaluation) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{residency}{_inputs(e)}{many}; {versions}")
     if e.models[-1].kv_layers is not None:
-        out.text(f"cache   {_names(e)[-1]} with a KV cache in {in_words(e.models[-1].kv_layers)}")
+        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1])}")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")
@@ -134,6 +134,15 @@ def _inputs(e: Evaluation) -> str:
     if len(set(modes)) == 1:
         return f", activations {modes[0]}"
     return ", activations " + ", ".join(f"{mode} {name}" for name, mode in zip(_names(e), modes, strict=True))
+
+
+def _kv_text(model: MeasuredModel) -> str:
+    assert model.kv_layers is not None
+    bits = in_words(model.kv_layers)
+    if model.kv_form != "a4.8":
+        return f"{bits}; the first 4 tokens of a window are not quantised"
+    first = "; the first token of a window keeps 4" if model.kv_bits == 3 else ""
+    return f"{bits}, in the form a4.8{first}"
 
 
 def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuzip.choices import KvForm
 from neuzip.compress.device import AnyDevice, named
 from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.compress.torchrun import started_by_torchrun
@@ -92,8 +93,8 @@ class MeasuredModel:
     """A model as it was measured. `weight_bytes` is what its parameters take in memory.
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
-    to form logits, or None. `kv_layers` are the bits of its keys and values in each layer,
-    None if they are as they were, and `kv_bits` those of all if they are the same.
+    to form logits, or None. `kv_layers` are the bits of its keys and values in each layer, in the form
+    `kv_form`, None if they are as they were, and `kv_bits` those of all if they are the same.
     `attention_bits` are those of each layer's attention, None where nothing is quantised, and
     `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers are
     quantised, None if they are not.
@@ -106,6 +107,7 @@ class MeasuredModel:
     formed: str | None
     kv_bits: int | None = None
     kv_layers: Layers | None = None
+    kv_form: KvForm | None = None
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
     activations: Activations | None = None
@@ -156,10 +158,10 @@ class EvaluationTask:
     """A text under conventions, for some models: what `prepare` makes and `evaluate` does.
 
     `compared` is the reading under which models are compared: the first of `readings`, or the reading "bos"
-    where the tokenizer puts BOS in front of a text and windows of the first begin without it.
-    `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits`
-    are those of the last checkpoint's keys and values, `activations` its mode where weights are ternary, and
-    `attention` how it attends; all others do as they record.
+    where the tokenizer puts BOS in front of a text and windows of the first begin without it. `device` is a
+    torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits` are those of
+    the last checkpoint's keys and values, in the form `kv_form`, `activations` its mode where weights are
+    ternary, and `attention` how it attends; all others do as they record.
     """
 
     paths: tuple[Path, ...]
@@ -174,6 +176,7 @@ class EvaluationTask:
     activations: str | None = None
     attention: AttentionChoice = "recorded"
     expert_memory: int | None = None
+    kv_form: KvForm = "rotated"
 
     @property
     def tokens(self) -> int:
@@ -209,6 +212,7 @@ def prepare(
     residency: str = "dense",
     activations: str | None = None,
     kv_bits: BitsArgument | None = None,
+    kv_form: KvForm = "rotated",
     attention: AttentionChoice = "recorded",
     expert_memory: int | None = None,
 ) -> EvaluationTask:
@@ -219,9 +223,10 @@ def prepare(
     see there for what they are otherwise. `max_tokens` bounds the predictions of each. `device` auto is CUDA
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
-    checkpoint, and no other, attends to keys and values in as many bits; `activations` are its alone too (see
-    runtime/activations.py), and so is `attention` (see `runtime.hf.attention_choice.choose`). `expert_memory`
-    is for all models (see `load_model`). Raises NeuzipError, and UsageError for what the model cannot do.
+    checkpoint, and no other, attends to keys and values in as many bits and that `kv_form`; `activations` are
+    its alone too (see runtime/activations.py), and so is `attention` (see
+    `runtime.hf.attention_choice.choose`). `expert_memory` is for all models (see `load_model`). Raises
+    NeuzipError, and UsageError for what the model cannot do.
     """
     require_expert_memory(expert_memory, residency)
     paths = tuple(Path(path) for path in checkpoints)
@@ -244,7 +249,7 @@ def prepare(
         compared = tokenised.read(BOS, window)
     return EvaluationTask(
         paths, text, tuple(readings), compared, skipped, place, kind, residency, kv_bits, activations,
-        attention, expert_memory,
+        attention, expert_memory, kv_form,
     )  # fmt: skip
 
 
@@ -350,7 +355,8 @@ def _one_by_one(
 
 def _load(task: EvaluationTask, number: int) -> HeadedModel:
     is_last = number == len(task.paths) - 1
-    return HeadedModel(load(task, number), kv_bits=task.kv_bits if is_last else None)
+    bits = task.kv_bits if is_last else None
+    return HeadedModel(load(task, number), kv_bits=bits, kv_form=task.kv_form)
 
 
 def load(task: EvaluationTask, number: int) -> PreTrainedModel:
@@ -380,6 +386,7 @@ def _described(model: HeadedModel, ranks: Ranks) -> MeasuredModel:
         formed=model.formed,
         kv_bits=single(layers),
         kv_layers=layers,
+        kv_form=None if layers is None else model.kv_form,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
         activations=activations_in_use(model.model),

@@ -22,7 +22,7 @@ from torch import Tensor
 from . import magnitudes
 from .magnitudes import quotient
 
-COVER = {1: 0.6, 2: 0.7, 3: 0.85, 4: 0.95, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}
+COVER = {1: 0.6, 2: 0.7, 3: 0.9, 4: 0.95, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}
 """By bits of a code: how much of the range of a group its codes cover. Numbers beyond get the last code."""
 
 SCALE_NAN = 255

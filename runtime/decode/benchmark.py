@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuzip.choices import KvForm
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime import buffers
 from neuzip.runtime.activations import Activations
@@ -119,6 +120,7 @@ class BenchmarkPlan:
     compiled: bool = False
     expert_memory: int | None = None
     """Bytes of experts on a GPU, see `load_model`; for the residencies that heed it."""
+    kv_form: KvForm = "rotated"
 
     @property
     def attentions(self) -> tuple[AttentionChoice, ...]:
@@ -159,6 +161,7 @@ def make_plan(
     device: torch.device,
     graph: bool = True,
     kv_bits: BitsArgument | None = None,
+    kv_form: KvForm = "rotated",
     attention: AttentionChoice = "recorded",
     compiled: bool = False,
     expert_memory: int | None = None,
@@ -166,10 +169,10 @@ def make_plan(
     """What is to be measured of a checkpoint folder, the dense model always and first.
 
     `prompt_tokens` None are 512, or as many as the model has positions for. With `kv_bits` each residency,
-    the dense one too, is also measured with keys and values in as many, and with attention in few bits if
-    that is asked for, or "recorded" and the folder has a record. All steps are `compiled`, or none. Raises
-    UsageError for more tokens, for residencies that cannot be on the device, for `kv_bits` if `compiled`, and
-    for `expert_memory` that no residency heeds there.
+    the dense one too, is also measured with keys and values in as many, in the form `kv_form`, and with
+    attention in few bits if that is asked for, or "recorded" and the folder has a record. All steps are
+    `compiled`, or none. Raises UsageError for more tokens, for residencies that cannot be on the device, for
+    `kv_bits` if `compiled`, and for `expert_memory` that no residency heeds there.
     """
     if compiled and kv_bits is not None:
         raise not_compiled_together()
@@ -322,7 +325,7 @@ def _measure_batch(
     try:
         decoder = GreedyDecoder(
             model, batch, plan.prompt_tokens + plan.new_tokens,
-            graph=plan.graph, kv_bits=kv_bits, compiled=plan.compiled,
+            graph=plan.graph, kv_bits=kv_bits, kv_form=plan.kv_form, compiled=plan.compiled,
         )  # fmt: skip
         run(decoder, ids, 2)  # kernels for this length of the prompt are compiled and chosen
         runs = []

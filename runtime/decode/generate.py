@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
 
+from neuzip.choices import KvForm
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.runtime.decode.greedy import GreedyDecoder, NotGraphable, not_fixed
 from neuzip.runtime.decode.prompt import Prompt
@@ -100,6 +101,7 @@ def generate(
     seed: int | None = None,
     stop: Sequence[str] = (),
     kv_bits: BitsArgument | None = None,
+    kv_form: KvForm = "rotated",
     on_text: OnText = lambda text: None,
     loop: Loop = "auto",
 ) -> Generation:
@@ -108,7 +110,7 @@ def generate(
     The text ends where the model ends it, or before the first of the strings `stop`.
 
     `sampling` says how tokens are chosen: greedily without it. The same `seed` draws the same tokens, and no
-    other random number generator is seeded. `kv_bits` are the bits of the KV cache, as
+    other random number generator is seeded. `kv_bits` are the bits of the KV cache and `kv_form` its form, as
     `KVCache` takes them, None for the model's own.
 
     `loop` "transformers" is that of transformers, "static" a `GreedyDecoder`, on a GPU with its steps in a
@@ -124,7 +126,7 @@ def generate(
     stream = TextStream(prompt.tokenizer, prompt.ids, on_text, stop)
     began = time.perf_counter()
     with quiet_transformers(), naming_tokenizer(prompt.tokenizer):
-        decoder, reason = _decoder(model, prompt, kv_bits, loop)
+        decoder, reason = _decoder(model, prompt, kv_bits, kv_form, loop)
         capture = 0.0
         with _seeded(seed, input_device(model)):
             if decoder is not None:
@@ -140,7 +142,7 @@ def generate(
                     None if kv_bits is None else (decoder.cache_bytes, decoder.attention, decoder.kv_layers)
                 )
             else:
-                tokens, cache = _by_transformers(model, prompt, sampling, kv_bits, stream)
+                tokens, cache = _by_transformers(model, prompt, sampling, kv_bits, kv_form, stream)
     seconds = time.perf_counter() - began
     finish: Finish
     text, first = "".join(stream.parts), (stream.first or began + seconds) - began
@@ -193,7 +195,7 @@ def _asked_for(config: GenerationConfig) -> str | None:
 
 
 def _decoder(
-    model: PreTrainedModel, prompt: Prompt, kv_bits: BitsArgument | None, loop: Loop
+    model: PreTrainedModel, prompt: Prompt, kv_bits: BitsArgument | None, kv_form: KvForm, loop: Loop
 ) -> tuple[GreedyDecoder | None, str | None]:
     """The decoder of a prompt, None for transformers' loop; and why its steps are no graph."""
     if loop not in get_args(Loop):
@@ -211,7 +213,9 @@ def _decoder(
         return None, reason
     try:
         with _naming_memory(model, prompt):
-            decoder = GreedyDecoder(model, 1, _capacity(prompt), kv_bits=kv_bits, later=loop == "auto")
+            decoder = GreedyDecoder(
+                model, 1, _capacity(prompt), kv_bits=kv_bits, kv_form=kv_form, later=loop == "auto"
+            )
     except NotGraphable as error:
         if loop == "static":
             raise
@@ -306,6 +310,7 @@ def _by_transformers(
     prompt: Prompt,
     sampling: Sampling,
     kv_bits: BitsArgument | None,
+    kv_form: KvForm,
     stream: TextStream,
 ) -> tuple[list[int], tuple[int, str, Layers] | None]:
     """The new tokens, told as they come; of a cache in few bits its bytes, how it was read, and its bits."""
@@ -314,7 +319,7 @@ def _by_transformers(
     padding = model.generation_config.pad_token_id
     if padding is None and ends not in (None, []):  # or transformers says that it takes this
         padding = ends[0] if isinstance(ends, list) else ends
-    cache = None if kv_bits is None else KVCache(model.config, kv_bits)
+    cache = None if kv_bits is None else KVCache(model.config, kv_bits, form=kv_form)
     stops = getattr(model.generation_config, "stop_strings", None)
     with nullcontext() if cache is None else cache.attention(model), _naming_what_is_asked(model):
         whole = model.generate(  # type: ignore[operator]

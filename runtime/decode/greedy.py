@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from neuzip.choices import KvForm
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels.step import can_find
 from neuzip.runtime import buffers
@@ -120,9 +121,9 @@ class GreedyDecoder:
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
     With `later` the first prompt comes first, and `capture` captures: the first token need not wait for that.
-    With `kv_bits`, as `KVCache` takes them, keys and values are quantised, and nothing is put off. Without
-    `fuse` a graph has the kernels that the model's own code launches: see `fused_step`, and `static_cache` of
-    heads that no fused attention takes.
+    With `kv_bits`, in the form `kv_form`, as `KVCache` takes them, keys and values are quantised, and nothing
+    is put off. Without `fuse` a graph has the kernels that the model's own code launches: see `fused_step`,
+    and `static_cache` of heads that no fused attention takes.
 
     With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
     products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
@@ -138,6 +139,7 @@ class GreedyDecoder:
         *,
         graph: bool = True,
         kv_bits: BitsArgument | None = None,
+        kv_form: KvForm = "rotated",
         compiled: bool = False,
         fuse: bool = True,
         later: bool = False,
@@ -157,7 +159,7 @@ class GreedyDecoder:
         self._cache = (
             static_cache(model.config, max_length, self._positions, padded=self._fuse and can_pad(model))
             if kv_bits is None
-            else KVCache(model.config, kv_bits, max_length=max_length, places=self._positions)
+            else KVCache(model.config, kv_bits, max_length=max_length, form=kv_form, places=self._positions)
         )
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._known = frozenset(inspect.signature(model.forward).parameters)

@@ -20,13 +20,13 @@ them; `KVCache.how` says which.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -35,7 +35,15 @@ from neuzip.choices import KvForm
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.hf.attention_names import PACKED_CACHE
 from neuzip.runtime.hf.kv_attention import not_readable
-from neuzip.runtime.hf.kv_layers import BY_A_KERNEL, DEQUANTISED, CacheFormat, KVLayer, StaticKVLayer
+from neuzip.runtime.hf.kv_layers import (
+    BY_A_KERNEL,
+    DEQUANTISED,
+    FORMS,
+    CacheFormat,
+    HeadForm,
+    KVLayer,
+    StaticKVLayer,
+)
 from neuzip.runtime.hf.rotary import still_channels
 from neuzip.runtime.hf.static_cache import TokenPositions
 from neuzip.runtime.kv_bits import WHAT_THERE_IS, BitsArgument, as_bits
@@ -56,8 +64,8 @@ class KVCache(Cache):
                     None for one without keys and values; or a plan file, see `choose_kv_bits`
     max_length      number of tokens for which memory is allocated at once; None lets the cache grow. Further
                     tokens raise IndexError on a CPU. A GPU drops them silently, as a check costs time
-    form            "rotated" is for models whose keys have outlier channels; "a4.8" stores one scale per token
-                    and head, as BitNet a4.8 does
+    form            "rotated" suits models whose keys have outlier channels; "a4.8" stores one scale per token
+                    and head, as BitNet a4.8 does; or a `HeadForm`
     attention_mask  mask [B, T] of padded prompts, nonzero from the first token of each prompt on; None means
                     that no prompt is padded. The batch may be a multiple of B, as in beam search
     places          positions of the new tokens in their sequences, only with `max_length`; None means that
@@ -73,16 +81,15 @@ class KVCache(Cache):
         bits: BitsArgument,
         *,
         max_length: int | None = None,
-        form: KvForm = "rotated",
+        form: KvForm | HeadForm = "rotated",
         attention_mask: Tensor | None = None,
         places: TokenPositions | None = None,
     ) -> None:
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
-        if form not in get_args(KvForm):
-            raise UsageError(
-                f"`form={form!r}`: is no form of a KV cache", f"give {in_words(get_args(KvForm))}"
-            )
-        self.form = CacheFormat(form, first)  # a layer that knew its cache would keep it alive
+        if isinstance(form, str) and form not in FORMS:
+            raise UsageError(f"`form={form!r}`: is no form of a KV cache", f"give {in_words(FORMS)}")
+        heads = FORMS[form] if isinstance(form, str) else form
+        self.form = CacheFormat(heads, first)  # a layer that knew its cache would keep it alive
         self._places = places
         self._model: tuple[weakref.ref[PreTrainedModel], str | None] | None = None
         text_config = config.get_text_config(decoder=True)
@@ -104,7 +111,9 @@ class KVCache(Cache):
                 raise UsageError(
                     f"`kv_bits`: no bits for the keys and values of layer {index}", WHAT_THERE_IS
                 )
-            still = None if self.form.name == "a4.8" else partial(still_channels, config, index)
+            still = None
+            if self.form.heads.still_wavelength < math.inf:
+                still = partial(still_channels, config, index, self.form.heads.still_wavelength)
             if max_length is not None:
                 return StaticKVLayer(self.form, bits, max_length, self._places, still)
             return KVLayer(self.form, bits, getattr(layer, "sliding_window", None), still)
@@ -134,8 +143,8 @@ class KVCache(Cache):
 
     def _not_readable(self, model: PreTrainedModel) -> str | None:
         """Why no kernel reads what is packed, in words; None if one does."""
-        if self.form.name != "a4.8":
-            return f"no kernel reads the form {self.form.name} yet"
+        if self.form.heads != FORMS["a4.8"]:
+            return "no kernel reads rotated heads yet"
         return not_readable(model)
 
     @contextmanager

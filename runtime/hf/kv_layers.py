@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,23 +20,43 @@ from neuzip.runtime.kv_bits import LayerBits
 GROWTH = 256
 """Tokens by which a layer grows."""
 
-GROUP, WHOLE = 32, 4
-"""The form "rotated": numbers that share a scale; tokens at the begin of a text that are kept as they are."""
-
 BY_A_KERNEL = "by a kernel that reads the packed form"
 DEQUANTISED = "dequantised, then the model's own attention"
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """How the numbers of heads are made codes: see kernels/kv_cache.
+
+    key_group, value_group  numbers of a rotated head that share a scale; None: the plain form of BitNet a4.8
+    whole                   tokens at the begin of each text that are kept as they are
+    still_wavelength        tokens in which a channel of keys turns once, from which on the mean of the whole
+                            tokens is subtracted from it; infinity: from none
+    """
+
+    key_group: int | None
+    value_group: int | None
+    whole: int = 0
+    still_wavelength: float = math.inf
+
+
+FORMS: dict[KvForm, HeadForm] = {
+    "rotated": HeadForm(key_group=32, value_group=64, whole=4, still_wavelength=1024.0),
+    "a4.8": HeadForm(key_group=None, value_group=None),
+}
+"""The forms by their names."""
 
 
 @dataclass(eq=False)
 class CacheFormat:
     """How keys and values are kept and read: what a cache and its layers have in common.
 
-    name          "rotated", or "a4.8"
+    heads         how numbers are made codes
     first         int64 [B], the first token of each prompt; None: token 0
     reads_packed  whether attention now takes what is packed, and `how` it is read, in words
     """
 
-    name: KvForm
+    heads: HeadForm
     first: Tensor | None
     reads_packed: bool = False
     how: str = DEQUANTISED
@@ -48,20 +69,15 @@ class CacheFormat:
             raise ValueError(f"{batch} texts, and a mask of {self.first.shape[0]}")
         return self.first.repeat_interleave(batch // self.first.shape[0])
 
-    def allocate(self, states: Tensor, tokens: int, bits: int, still: Tensor | None) -> Heads:
-        """Memory in `bits` for so many tokens like `states` [B, H, T, width]; `still`: see `kernels.empty`."""
+    def allocate(
+        self, states: Tensor, tokens: int, bits: int, group: int | None, still: Tensor | None
+    ) -> Heads:
+        """Memory for so many tokens like `states` [B, H, T, width]; for the others see `kernels.empty`."""
         batch, heads, _, width = states.shape
-        shape = batch, heads, tokens, width
-        if self.name == "a4.8":
-            return kernels.empty(shape, bits, device=states.device)
         return kernels.empty(
-            shape, bits, group=GROUP, whole=WHOLE, still=still, dtype=states.dtype, device=states.device
-        )
-
-    @property
-    def first_count(self) -> int:
-        """How many tokens at the begin of a text are stored otherwise than those after them."""
-        return 1 if self.name == "a4.8" else WHOLE
+            (batch, heads, tokens, width), bits,
+            group=group, whole=self.heads.whole, still=still, dtype=states.dtype, device=states.device,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +147,10 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.first = self.form.first_tokens(self.batch_size).to(self.device)
         self.last_first = int(self.first.max()) if self.first.numel() else 0
         tokens = max(self.max_length, 0)
+        form = self.form.heads
         still = None if self.still is None else self.still(key_states.shape[3])
-        self.key_heads = self.form.allocate(key_states, tokens, self.bits.keys, still)
-        self.value_heads = self.form.allocate(value_states, tokens, self.bits.values, None)
+        self.key_heads = self.form.allocate(key_states, tokens, self.bits.keys, form.key_group, still)
+        self.value_heads = self.form.allocate(value_states, tokens, self.bits.values, form.value_group, None)
         self.is_initialized = True
 
     def update(  # type: ignore[override]
@@ -145,7 +162,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         tokens = key_states.shape[2]
         self._reserve(key_states, value_states)
         begin = self.end
-        with_first = self.gone + begin < self.last_first + self.form.first_count
+        with_first = self.gone + begin < self.last_first + max(1, self.form.heads.whole)
         self._store(key_states, value_states, begin, with_first)
         self.end += tokens
         visible = self.start if self.window is None else max(self.start, begin - self.window + 1)
@@ -181,7 +198,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         wanted = -(-(live + tokens) // GROWTH) * GROWTH
         moved = []
         for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            larger = self.form.allocate(states, wanted, heads.bits, heads.still)
+            larger = self.form.allocate(states, wanted, heads.bits, heads.group, heads.still)
             larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
             moved.append(larger)
         self.key_heads, self.value_heads = moved

@@ -11,12 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-STILL_WAVELENGTH = 1024.0
-"""Tokens in which a channel turns once, from which on its mean over tokens counts as constant."""
-
-
-def still_channels(config: PreTrainedConfig, layer: int, width: int) -> Tensor:
-    """bool [width]: the channels of a key that the rotary embedding turns slowly, or not at all.
+def still_channels(config: PreTrainedConfig, layer: int, wavelength: float, width: int) -> Tensor:
+    """bool [width]: the channels of a key that turn once in `wavelength` tokens or more, or not at all.
 
     Channels i and i + r / 2 turn by base**(-2 i / r) radians a token, where r of the `width` channels turn.
     A model without a rotary embedding has still channels only. If a model pairs its channels otherwise, the
@@ -29,7 +25,7 @@ def still_channels(config: PreTrainedConfig, layer: int, width: int) -> Tensor:
         return still
     part = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     half = int(width * part) // 2
-    slow = 2 * math.pi * float(base) ** (torch.arange(half) / max(half, 1)) >= STILL_WAVELENGTH
+    slow = 2 * math.pi * float(base) ** (torch.arange(half) / max(half, 1)) >= wavelength
     still[: 2 * half] = slow.repeat(2)
     return still
 

@@ -43,7 +43,7 @@ from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 from neuzip.kernels.kv_cache.triton import load as triton_load
 from neuzip.kernels.kv_cache.triton import shares
 from neuzip.kernels.kv_cache.triton import store as triton_store
-from neuzip.kernels.quantizers import quantize_heads
+from neuzip.kernels.quantizers import hadamard, quantize_groups, quantize_heads
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf import kv_attention, kv_layers
 from neuzip.runtime.hf import kv_cache as runtime_module
@@ -51,12 +51,13 @@ from neuzip.runtime.hf.kv_attention import not_readable
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import BY_A_KERNEL
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.rotary import still_channels
 from neuzip.runtime.kv_bits import LayerBits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BITS = (8, 4, 3)
-SPANS = ("absmax", "minmax")
+FORMS = ("rotated", "a4.8")
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
@@ -95,7 +96,7 @@ def states(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 def same_bits(a: Heads, b: Heads) -> bool:
     """Whether all that is stored is the same, NaN for NaN."""
-    for field in ("words", "scale", "low", "first_bits"):
+    for field in ("words", "scale", "zero", "first_bits", "first", "center"):
         one, other = getattr(a, field), getattr(b, field)
         if (one is None) != (other is None):
             return False
@@ -107,17 +108,16 @@ def same_bits(a: Heads, b: Heads) -> bool:
 # What is stored
 
 
-@pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("bits", BITS)
-def test_numbers_come_back_as_the_quantiser_makes_them(bits: int, span: Any):
+def test_numbers_come_back_as_the_quantiser_makes_them(bits: int):
     x, first = states(2, 3, 9, 20), torch.tensor([4, 0])
-    heads = kv_cache.empty((2, 3, 12, 20), bits, span=span)
+    heads = kv_cache.empty((2, 3, 12, 20), bits)
     kv_cache.store([heads], [x], 2, first + 2)
     found = kv_cache.load(heads, first + 2, torch.float32)[:, :, 2:11]
     each = torch.full((2, 1, 9), bits)
     if bits == 3:
         each[0, 0, 4] = each[1, 0, 0] = 4
-    expected = quantize_heads(x, each, span=span, scale_dtype=torch.bfloat16).dequantize()
+    expected = quantize_heads(x, each, scale_dtype=torch.bfloat16).dequantize()
     assert torch.equal(found, expected)
     if bits != 3:
         assert heads.first_bits is None
@@ -136,7 +136,6 @@ def test_only_three_bits_give_the_first_token_another():
 def test_memory_is_what_the_layout_says():
     heads = kv_cache.empty((2, 3, 50, 128), 3)
     assert heads.nbytes == 2 * 3 * (50 * (48 + 2) + 16)
-    assert kv_cache.empty((2, 3, 50, 128), 4, span="minmax").nbytes == 2 * 3 * 50 * (64 + 4)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +148,9 @@ def test_memory_is_what_the_layout_says():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("bits", [8, 5, 3])
 def test_kernel_stores_the_bits_of_torch(
-    bits: int, span: Any, scale_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+    bits: int, scale_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
 ):
     """Tokens with nothing but zeros, with NaN, with infinity; what is not written stays as it was."""
     x, first = states(2, 3, 37, 20, dtype=dtype), torch.tensor([7, 3])
@@ -160,7 +158,7 @@ def test_kernel_stores_the_bits_of_torch(
     one = states(2, 3, 1, 20, seed=1, dtype=dtype)
     made = []
     for store, place in ((by_torch, torch.device("cpu")), (triton_store.store, device)):
-        heads = kv_cache.empty((2, 3, 50, 20), bits, span=span, scale_dtype=scale_dtype, device=place)
+        heads = kv_cache.empty((2, 3, 50, 20), bits, scale_dtype=scale_dtype, device=place)
         heads.words.fill_(-1)
         store([heads], [x.to(place)], 5, first.to(place))
         store([heads], [one.to(place)], torch.tensor(42, device=place), first.to(place))
@@ -174,20 +172,17 @@ def by_torch(heads: Sequence[Heads], numbers: Sequence[Tensor], at: Any, first: 
         torch_ops.store(room, x, at, first)
 
 
-@pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize("width", [20, 36], ids=["alike", "apart"])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_keys_and_values_are_stored_together(
-    tokens: int, width: int, bits: int, span: Any, device: torch.device
-):
+def test_keys_and_values_are_stored_together(tokens: int, width: int, bits: int, device: torch.device):
     """In one launch if they are alike, wherever their numbers lie; `at` may be the places of all tokens."""
     first = torch.tensor([7, 3])
     keys, values = states(2, 3, tokens, 20), states(2, tokens, 3, width, seed=1).transpose(1, 2)
     at = torch.arange(3, 3 + tokens)
     made = []
     for store, place in ((by_torch, torch.device("cpu")), (triton_store.store, device)):
-        rooms = [kv_cache.empty((2, 3, 20, w), bits, span=span, device=place) for w in (20, width)]
+        rooms = [kv_cache.empty((2, 3, 20, w), bits, device=place) for w in (20, width)]
         store(rooms, [x.to(place) for x in (keys, values)], at.to(place), first.to(place))
         made.append(rooms)
     for room, other in zip(*made, strict=True):
@@ -196,13 +191,12 @@ def test_keys_and_values_are_stored_together(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("bits", [8, 5, 3])
 @pytest.mark.usefixtures("poison")
-def test_kernel_loads_the_bits_of_torch(bits: int, span: Any, dtype: torch.dtype, device: torch.device):
+def test_kernel_loads_the_bits_of_torch(bits: int, dtype: torch.dtype, device: torch.device):
     """Of some of the room, whose first token is in it for one text only."""
     first = torch.tensor([7, 3])
-    heads = filled((2, 3, 200, 20), bits, span, first, 2)
+    heads = filled((2, 3, 200, 20), bits, first, 2)
     part = heads.tokens(5, 140)
     expected = torch_ops.load(part, first - 5, dtype)
     found = triton_load.load(moved(heads, device).tokens(5, 140), (first - 5).to(device), dtype)
@@ -222,9 +216,9 @@ def test_store_refuses_what_does_not_fit():
 # Attention
 
 
-def filled(shape: tuple[int, int, int, int], bits: int, span: Any, first: Tensor, seed: int) -> Heads:
+def filled(shape: tuple[int, int, int, int], bits: int, first: Tensor, seed: int) -> Heads:
     """Heads of numbers that do not average out, very small where `seed` is odd."""
-    heads = kv_cache.empty(shape, bits, span=span)
+    heads = kv_cache.empty(shape, bits)
     torch_ops.store(heads, (states(*shape, seed=seed) + 0.3) * (1e-3 if seed % 2 else 1), 0, first)
     return heads
 
@@ -235,7 +229,7 @@ def moved(heads: Heads, device: torch.device) -> Heads:
 
 def test_reference_is_softmax_attention():
     first = torch.tensor([1, 0])
-    keys, values = (filled((2, 2, 30, 32), 4, "absmax", first, seed) for seed in (2, 4))
+    keys, values = (filled((2, 2, 30, 32), 4, first, seed) for seed in (2, 4))
     query, mask = states(2, 6, 32), torch.rand(2, 30) < 0.7
     k, v = (kv_cache.load(h, first, torch.float32)[:, :, :25].repeat_interleave(3, 1) for h in (keys, values))
     expected = F.scaled_dot_product_attention(
@@ -246,16 +240,13 @@ def test_reference_is_softmax_attention():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("bits", BITS)
-def test_kernel_attends_within_its_rounding(
-    bits: int, span: Any, dtype: torch.dtype, device: torch.device, monkeypatch
-):
+def test_kernel_attends_within_its_rounding(bits: int, dtype: torch.dtype, device: torch.device, monkeypatch):
     """Against fp64 on the same dequantised numbers; twice, with the same bits."""
     monkeypatch.setattr(triton_attend, "_shares", lambda *_: 3)
     first = torch.tensor([70, 0])
-    keys = filled((2, 2, 200, 20), bits, span, first, 2)
-    values = filled((2, 2, 200, 48), bits, span, first, 3)
+    keys = filled((2, 2, 200, 20), bits, first, 2)
+    values = filled((2, 2, 200, 48), bits, first, 3)
     query = states(2, 6, 20, dtype=dtype)
     mask = torch.arange(200) >= first[:, None]
     mask[:, 90:100] = False
@@ -277,23 +268,23 @@ def test_kernel_attends_within_its_rounding(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bits", "span", "dtype", "texts", "heads", "group", "k_width", "v_width"),
+    ("bits", "dtype", "texts", "heads", "group", "k_width", "v_width"),
     [
-        (8, "absmax", torch.bfloat16, 1, 2, 3, 128, 40), (8, "minmax", torch.float16, 2, 1, 3, 20, 48),
-        (4, "absmax", torch.float16, 2, 2, 3, 64, 128), (4, "minmax", torch.bfloat16, 1, 1, 2, 100, 100),
-        (3, "absmax", torch.bfloat16, 2, 1, 3, 100, 128), (3, "minmax", torch.bfloat16, 2, 1, 11, 128, 20),
-        (3, "absmax", torch.float16, 1, 2, 16, 33, 128), (5, "minmax", torch.bfloat16, 1, 1, 1, 48, 17),
+        (8, torch.bfloat16, 1, 2, 3, 128, 40), (8, torch.float16, 2, 1, 3, 20, 48),
+        (4, torch.float16, 2, 2, 3, 64, 128), (4, torch.bfloat16, 1, 1, 2, 100, 100),
+        (3, torch.bfloat16, 2, 1, 3, 100, 128), (3, torch.bfloat16, 2, 1, 11, 128, 20),
+        (3, torch.float16, 1, 2, 16, 33, 128), (5, torch.bfloat16, 1, 1, 1, 48, 17),
     ],
 )  # fmt: skip
 def test_fragments_attend_within_their_rounding(
-    bits: int, span: Any, dtype: torch.dtype, texts: int, heads: int, group: int, k_width: int, v_width: int,
+    bits: int, dtype: torch.dtype, texts: int, heads: int, group: int, k_width: int, v_width: int,
     device: torch.device, monkeypatch,
 ):  # fmt: skip
     """The kernel for narrow heads and queries of 16 bits, against fp64 on the same dequantised numbers."""
     monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 2)
     first = torch.tensor([17, 0])[:texts]
-    keys = filled((texts, heads, 70, k_width), bits, span, first, 2)
-    values = filled((texts, heads, 70, v_width), bits, span, first, 3)
+    keys = filled((texts, heads, 70, k_width), bits, first, 2)
+    values = filled((texts, heads, 70, v_width), bits, first, 3)
     query = states(texts, heads * group, k_width, dtype=dtype)
     mask = torch.arange(70) >= first[:, None]
     mask[:, 30:36] = False
@@ -319,7 +310,7 @@ def test_fragments_attend_within_their_rounding(
 def test_fragments_find_the_first_token_wherever_it_is(where: int, device: torch.device):
     """At the edges of a step, alone in the last, or no longer there; and shares that have nothing."""
     first = torch.tensor([where])
-    keys, values = (filled((1, 1, 90, 64), 3, "absmax", first, seed) for seed in (2, 4))
+    keys, values = (filled((1, 1, 90, 64), 3, first, seed) for seed in (2, 4))
     query = states(1, 2, 64, dtype=torch.float16)
     expected = reference.attend(
         query.double(), keys, values, first, scaling=0.02, length=31, dtype=torch.float64
@@ -350,7 +341,7 @@ def test_the_bits_of_a_code_under_those_of_128_are_a_bf16():
 def test_the_first_token_counts_wherever_it_is(first: int, device: torch.device):
     """In the middle of a step, at its edges, alone, or no longer there."""
     where = torch.tensor([first])
-    keys, values = (filled((1, 1, 100, 64), 3, "absmax", where, seed) for seed in (2, 4))
+    keys, values = (filled((1, 1, 100, 64), 3, where, seed) for seed in (2, 4))
     query = states(1, 4, 64)
     expected = reference.attend(query, keys, values, where, scaling=0.02, length=100)
     found = triton_attend.attend(
@@ -367,7 +358,7 @@ def test_the_first_token_counts_wherever_it_is(first: int, device: torch.device)
 def test_shares_without_tokens_add_nothing(length: int, device: torch.device, monkeypatch):
     monkeypatch.setattr(triton_attend, "_shares", lambda *_: 5)
     first = torch.tensor([0])
-    keys, values = (filled((1, 2, 300, 64), 4, "absmax", first, seed) for seed in (2, 4))
+    keys, values = (filled((1, 2, 300, 64), 4, first, seed) for seed in (2, 4))
     query = states(1, 2, 64)
     expected = reference.attend(query, keys, values, first, scaling=0.2, length=length)
     found = triton_attend.attend(
@@ -379,7 +370,7 @@ def test_shares_without_tokens_add_nothing(length: int, device: torch.device, mo
 
 def test_attend_refuses_what_the_kernel_is_not_made_for():
     first = torch.zeros(1, dtype=torch.int64)
-    keys = filled((1, 2, 8, 32), 4, "absmax", first, 0)
+    keys = filled((1, 2, 8, 32), 4, first, 0)
     for wrong in (states(1, 3, 32), states(1, 2, 16)):
         with pytest.raises(ValueError, match="for 2 heads of 32 numbers"):
             triton_attend.attend(wrong, keys, keys, first, scaling=1, length=8)
@@ -390,7 +381,7 @@ def test_attend_refuses_what_the_kernel_is_not_made_for():
 @pytest.mark.parametrize("part", [triton_attend, triton_fragments])
 def test_attend_refuses_shapes_that_do_not_agree(part: Any):
     first = torch.zeros(2, dtype=torch.int64)
-    keys = filled((2, 2, 8, 32), 4, "absmax", first, 0)
+    keys = filled((2, 2, 8, 32), 4, first, 0)
     query = states(2, 2, 32, dtype=torch.float16)
     for wrong in ({"query": query[:1]}, {"first": first[:1]}):
         given: dict[str, Any] = {"query": query, "first": first, **wrong}
@@ -410,7 +401,7 @@ def test_attend_refuses_shapes_that_do_not_agree(part: Any):
 def test_a_mask_of_the_lowest_number_is_not_one_of_infinity(part: Any, device: torch.device):
     """A text of which nothing counts, as transformers masks it, has the mean of all; no NaN."""
     first = torch.tensor([-1, -1])
-    heads = filled((2, 1, 40, 32), 4, "absmax", first, 2)
+    heads = filled((2, 1, 40, 32), 4, first, 2)
     query, mask = states(2, 1, 32, dtype=torch.bfloat16), torch.zeros(2, 40, dtype=torch.bfloat16)
     mask[0], mask[1, :7] = torch.finfo(mask.dtype).min, torch.finfo(mask.dtype).min
     expected = reference.attend(
@@ -459,23 +450,58 @@ def test_shares_keep_a_card_busy_and_are_not_more_than_there_are_steps(monkeypat
 class Rounded(DynamicCache):
     """Dense keys and values of the same worth: an independent form to compare with."""
 
-    def __init__(self, config: Any, bits: int, first: Tensor) -> None:
+    def __init__(self, config: Any, bits: int, first: Tensor, form: str) -> None:
         super().__init__(config=config)
-        self.bits, self.first, self.seen = bits, first, [0] * config.num_hidden_layers
+        self.bits, self.first, self.form = bits, first.tolist(), form
+        self.states = [(torch.zeros(0), torch.zeros(0))] * config.num_hidden_layers
+        self.still = [
+            still_channels(config, layer, 1024, config.hidden_size // config.num_attention_heads)
+            for layer in range(config.num_hidden_layers)
+        ]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **more: Any
     ) -> Any:
-        batch, _, tokens, _ = key_states.shape
-        first = self.first.repeat_interleave(batch // len(self.first))
-        where = self.seen[layer_idx] + torch.arange(tokens)
-        each = torch.where((where == first[:, None]) & (self.bits == 3), 4, self.bits)[:, None]
-        self.seen[layer_idx] += tokens
-        keys, values = (
-            quantize_heads(x, each, scale_dtype=torch.bfloat16).dequantize()
-            for x in (key_states, value_states)
+        """Round all tokens so far again, from the original numbers, and add the new ones."""
+        tokens = key_states.shape[2]
+        new = key_states, value_states
+        both = self.states[layer_idx] = tuple(  # type: ignore[assignment]
+            torch.cat([old, x], 2) if old.numel() else x
+            for old, x in zip(self.states[layer_idx], new, strict=True)
         )
-        return super().update(keys, values, layer_idx, *rest, **more)
+        keys = self.rounded(both[0], self.still[layer_idx])
+        values = self.rounded(both[1], None)
+        return super().update(keys[:, :, -tokens:], values[:, :, -tokens:], layer_idx, *rest, **more)
+
+    def rounded(self, x: Tensor, still: Tensor | None) -> Tensor:
+        """What x [B, H, N, width] becomes, text by text."""
+        repeats = len(x) // len(self.first)
+        starts = [first for first in self.first for _ in range(repeats)]
+        of_text = plain_rounded if self.form == "a4.8" else rotated_rounded
+        return torch.stack([of_text(*text, self.bits, still) for text in zip(x, starts, strict=True)])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.states = [(k[beam_idx], v[beam_idx]) for k, v in self.states]
+
+
+def plain_rounded(x: Tensor, first: int, bits: int, still: Tensor | None) -> Tensor:
+    each = torch.where((torch.arange(x.shape[1]) == first) & (bits == 3), 4, bits)
+    return quantize_heads(x, each, scale_dtype=torch.bfloat16).dequantize()
+
+
+def rotated_rounded(x: Tensor, first: int, bits: int, still: Tensor | None) -> Tensor:
+    """x [H, N, width]: four tokens from `first` on as they are, and keys less the mean of three of them."""
+    center = torch.zeros_like(x)
+    if still is not None and x.shape[1] > first + 4:
+        a, b, c = x[:, first + 1 : first + 4].unbind(1)
+        center[:, first + 4 :] = ((a + b + c) * (1 / 3) * still)[:, None]
+    coded = (
+        hadamard(quantize_groups(hadamard(x - center), bits, 64 if still is None else 32).dequantize())
+        + center
+    )
+    coded[:, first : first + 4] = x[:, first : first + 4]
+    return coded
 
 
 def logits(model: PreTrainedModel, ids: Tensor, cache: Any, parts: list[int], **options: Any) -> Tensor:
@@ -486,10 +512,12 @@ def logits(model: PreTrainedModel, ids: Tensor, cache: Any, parts: list[int], **
         )
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_tokens_attend_to_rounded_keys_and_values(model: PreTrainedModel, ids: Tensor, bits: int):
-    expected = logits(model, ids, Rounded(model.config, bits, torch.zeros(1)), [20])
-    assert torch.equal(logits(model, ids, KVCache(model.config, bits), [20]), expected)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", (*BITS, 6, 2))
+def test_tokens_attend_to_rounded_keys_and_values(model: PreTrainedModel, ids: Tensor, bits: int, form: Any):
+    rounded = Rounded(model.config, bits, torch.zeros(1, dtype=torch.int64), form)
+    expected = logits(model, ids, rounded, [20])
+    assert torch.equal(logits(model, ids, KVCache(model.config, bits, form=form), [20]), expected)
     plain = logits(model, ids, None, [20])
     assert not torch.allclose(plain, expected, atol=1e-3)
 
@@ -499,10 +527,10 @@ def test_tokens_attend_to_rounded_keys_and_values(model: PreTrainedModel, ids: T
 def test_token_by_token_is_as_all_at_once(
     model: PreTrainedModel, ids: Tensor, bits: int, static: bool, monkeypatch
 ):
-    """Through several rooms, and past the window."""
+    """Through several rooms, and past the window. (In the form "rotated" roundings of sums move codes.)"""
     monkeypatch.setattr(kv_layers, "GROWTH", 4)
-    expected = logits(model, ids, KVCache(model.config, bits), [20])
-    cache = KVCache(model.config, bits, max_length=24 if static else None)
+    expected = logits(model, ids, KVCache(model.config, bits, form="a4.8"), [20])
+    cache = KVCache(model.config, bits, max_length=24 if static else None, form="a4.8")
     for _ in range(2):
         found = logits(model, ids, cache, [5, 1, 1, 6, *[1] * 7])
         assert torch.allclose(found, expected, atol=2e-4)
@@ -541,7 +569,8 @@ def test_cropping_takes_tokens_back(kind: str, ids: Tensor):
         KVCache(model.config, 3, max_length=9).crop(-1)
 
 
-def test_the_first_token_is_the_first_that_is_no_padding(llama: PreTrainedModel, ids: Tensor):
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_token_is_the_first_that_is_no_padding(llama: PreTrainedModel, ids: Tensor, form: Any):
     padded = torch.cat([torch.zeros(2, 6, dtype=torch.int64), ids], 1)
     padded[1, :6] = torch.arange(1, 7)  # this text is longer
     mask = (padded != 0).long()
@@ -550,24 +579,30 @@ def test_the_first_token_is_the_first_that_is_no_padding(llama: PreTrainedModel,
     def of(cache: KVCache) -> Tensor:
         return logits(llama, padded, cache, [26], attention_mask=mask, position_ids=where)
 
-    found = of(KVCache(llama.config, 3, attention_mask=mask))
-    alone = logits(llama, ids[:1], KVCache(llama.config, 3), [20])
+    found = of(KVCache(llama.config, 3, attention_mask=mask, form=form))
+    alone = logits(llama, ids[:1], KVCache(llama.config, 3, form=form), [20])
     assert torch.allclose(found[:1, 6:], alone, atol=2e-4)
-    assert torch.allclose(found[1:], logits(llama, padded[1:], KVCache(llama.config, 3), [26]), atol=2e-4)
-    assert not torch.allclose(of(KVCache(llama.config, 3))[:1, 6:], alone, atol=1e-2)
+    assert torch.allclose(
+        found[1:], logits(llama, padded[1:], KVCache(llama.config, 3, form=form), [26]), atol=2e-4
+    )
+    assert not torch.allclose(of(KVCache(llama.config, 3, form=form))[:1, 6:], alone, atol=1e-2)
     with pytest.raises(ValueError, match="3 texts, and a mask of 2"):
-        KVCache(llama.config, 3, attention_mask=mask).form.first_tokens(3)
+        KVCache(llama.config, 3, attention_mask=mask, form=form).form.first_tokens(3)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 1}], ids=["beams", "greedy"])
-def test_transformers_generates_with_it(model: PreTrainedModel, ids: Tensor, settings: dict[str, int]):
+def test_transformers_generates_with_it(
+    model: PreTrainedModel, ids: Tensor, settings: dict[str, int], form: Any
+):
     padded = ids.clone()
     padded[0, :4] = 0
     mask = (padded != 0).long()
     first = mask.argmax(-1)
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **settings}
-    expected = model.generate(padded, past_key_values=Rounded(model.config, 3, first), **options)
-    found = model.generate(padded, past_key_values=KVCache(model.config, 3, attention_mask=mask), **options)
+    expected = model.generate(padded, past_key_values=Rounded(model.config, 3, first, form), **options)
+    cache = KVCache(model.config, 3, attention_mask=mask, form=form)
+    found = model.generate(padded, past_key_values=cache, **options)
     assert torch.equal(found, expected)
 
 
@@ -585,8 +620,10 @@ def test_memory_is_counted_with_its_room(llama: PreTrainedModel, ids: Tensor):
     cache = KVCache(llama.config, 4)
     assert cache.nbytes == 0
     logits(llama, ids, cache, [20])
-    assert cache.nbytes == 2 * 2 * 2 * 2 * kv_layers.GROWTH * (8 + 2)
-    static = KVCache(llama.config, 4, max_length=30)
+    texts, layers, heads, whole = 2, 2, 2, 4 * 16 * 4
+    fixed = layers * (texts * heads * (2 * whole + 16 * 4) + 16)  # keys have a center, and its channels
+    assert cache.nbytes == fixed + 2 * layers * texts * heads * kv_layers.GROWTH * (8 + 2)
+    static = KVCache(llama.config, 4, max_length=30, form="a4.8")
     logits(llama, ids, static, [20])
     assert static.nbytes == 2 * 2 * 2 * 2 * 30 * (8 + 2)
 
@@ -642,8 +679,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 def test_a_model_attends_by_the_kernel(model: PreTrainedModel, ids: Tensor, static: bool, monkeypatch):
-    expected = logits(model, ids, KVCache(model.config, 3), [20])
-    cache = KVCache(model.config, 3, max_length=24 if static else None)
+    expected = logits(model, ids, KVCache(model.config, 3, form="a4.8"), [20])
+    cache = KVCache(model.config, 3, max_length=24 if static else None, form="a4.8")
     before = model.config._attn_implementation
     with interpreted(monkeypatch) as calls, cache.attention(model):
         found = logits(model, ids, cache, [18, 1, 1])
@@ -658,7 +695,7 @@ def test_padded_texts_attend_by_the_kernel(llama: PreTrainedModel, ids: Tensor, 
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    made = [KVCache(llama.config, 3, attention_mask=mask) for _ in range(2)]
+    made = [KVCache(llama.config, 3, attention_mask=mask, form="a4.8") for _ in range(2)]
     expected = llama.generate(ids, past_key_values=made[0], **options)
     with interpreted(monkeypatch) as calls, made[1].attention(llama):
         found = llama.generate(ids, past_key_values=made[1], **options)
@@ -668,13 +705,13 @@ def test_padded_texts_attend_by_the_kernel(llama: PreTrainedModel, ids: Tensor, 
 
 def test_what_the_kernel_does_not_do_is_said(llama: PreTrainedModel, ids: Tensor, monkeypatch):
     assert not_readable(llama) == "the kernel is for GPUs"
-    cache = KVCache(llama.config, 3)
+    cache = KVCache(llama.config, 3, form="a4.8")
     with cache.attention(llama):
         assert not cache.form.reads_packed
     assert cache.how == "dequantised, then the model's own attention: the kernel is for GPUs"
     with interpreted(monkeypatch) as calls, cache.attention(llama):
         pass
-    kept = KVCache(llama.config, 3)
+    kept = KVCache(llama.config, 3, form="a4.8")
     llama.train()  # attention_dropout is 0, the call below asks for some
     packed = kept.layers[0]
     with interpreted(monkeypatch) as calls, kept.attention(llama):
@@ -692,7 +729,8 @@ def test_fast_loop_gives_the_tokens_of_transformers(model: PreTrainedModel, ids:
     assert torch.equal(decoder.generate(ids, 10), expected[:, 20:])
     plain = GreedyDecoder(model, 2, 30)
     plain.generate(ids, 2)
-    assert decoder.cache_bytes == plain.cache_bytes * (8 + 2) // 64
+    codes = plain.cache_bytes * (8 + 2) // 64
+    assert codes < decoder.cache_bytes < codes + plain.cache_bytes * 5 // 30 + 64
     assert (decoder.attention is not None, plain.attention) == (True, None)
 
 
@@ -705,15 +743,15 @@ def test_quality_falls_with_the_bits():
     task = prepare([CHECKPOINT], read_text("demo"), conventions=["token"], max_tokens=1000, device="cpu")
     reading = task.readings[0]
 
-    def divergence(bits: int | None, span: Any = "absmax") -> float:
-        other = HeadedModel(model, kv_bits=bits, kv_span=span)
+    def divergence(bits: int | None, form: Any = "rotated") -> float:
+        other = HeadedModel(model, kv_bits=bits, kv_form=form)
         found = compare(HeadedModel(model), other, reading.ids, reading.windows, reading.blocks)
         return found.summary().kld.mean.value
 
     assert divergence(None) == 0
     eight, four, three = (divergence(bits) for bits in BITS)
     assert 0 < 50 * eight < four < three / 2 < 0.05
-    assert divergence(3, "minmax") < three
+    assert three < divergence(3, "a4.8")
 
 
 def test_only_the_compressed_side_has_few_bits():
@@ -737,10 +775,16 @@ TEXT = ("--text", "demo", "--max-tokens", 300, "--conventions", "token", "--devi
 
 def test_eval_says_what_it_compared(neuzip):
     said = neuzip("eval", CHECKPOINT, "--original", CHECKPOINT, "--kv-bits", 3, *TEXT)
-    assert "cache   after with a KV cache in 3 bits; the first token of a window keeps 4\n" in said.stdout
+    assert (
+        "cache   after with a KV cache in 3 bits; the first 4 tokens of a window are not quantised\n"
+        in said.stdout
+    )
     assert "KL divergence, nats: mean" in said.stdout
     answer = neuzip("eval", CHECKPOINT, "--kv-bits", 8, *TEXT, "--json").json
     assert (answer["after"]["kv_bits"], answer["before"]) == (8, None)
+    assert answer["after"]["kv_form"] == "rotated"
+    plain = neuzip("eval", CHECKPOINT, "--kv-bits", 3, "--kv-form", "a4.8", *TEXT)
+    assert "in 3 bits, in the form a4.8; the first token of a window keeps 4\n" in plain.stdout
 
 
 def test_generate_says_what_its_cache_took(neuzip):
@@ -748,18 +792,19 @@ def test_generate_says_what_its_cache_took(neuzip):
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu"
     )
     assert "KV cache in 4 bits, " in said.stderr
-    assert "attention: dequantised, then the model's own attention: the kernel is for GPUs\n" in said.stderr
+    assert "attention: dequantised, then the model's own attention: no kernel reads" in said.stderr
     answer = neuzip(
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu",
         "--json",
     ).json  # fmt: skip
-    assert (answer["kv_bits"], answer["kv_bytes"]) == (4, 6 * 2 * 2 * kv_layers.GROWTH * (16 + 2))
+    fixed = 6 * (2 * (2 * 4 * 32 * 2 + 32 * 4) + 32)  # first tokens in bf16, the center of keys, its channels
+    assert (answer["kv_bits"], answer["kv_bytes"]) == (4, fixed + 6 * 2 * 2 * kv_layers.GROWTH * (16 + 2))
 
 
 @pytest.mark.slow
 def test_bench_measures_both_caches(neuzip):
     short = ("--batch", 1, "--prompt-tokens", 8, "--new-tokens", 3, "--rounds", 1, "--device", "cpu")
-    said = neuzip("bench", CHECKPOINT, "--residency", "dense", "--kv-bits", 3, *short)
+    said = neuzip("bench", CHECKPOINT, "--residency", "dense", "--kv-bits", 3, "--kv-form", "a4.8", *short)
     # 11 tokens, 6 layers, 2 heads of keys and of values: 64 bytes in bf16; 12 + 2 in 3 bits, 4 for the first
     assert "KV cache     unquantised 16.9 kB, 3 bits 3.79 kB (0.22), at batch 1\n" in said.stdout
     assert "KV reading   dequantised, then the model's own attention: the kernel is for GPUs\n" in said.stdout
@@ -789,7 +834,10 @@ def test_a_trained_model_loses_what_the_docstring_says(neuzip_data: Path):
     """quantizers.kv cites benchmarks/results/kv_cache-wikilm-26m.json; here on fewer tokens."""
     path = neuzip_data / "wikilm-26m"
     text = read_text(str(neuzip_data / "wikitext-2" / "wiki.test.raw"))
-    task = prepare([path, path], text, conventions=["token"], max_tokens=500, device="cpu", kv_bits=3)
+    task = prepare(
+        [path, path], text, conventions=["token"], max_tokens=500, device="cpu", kv_bits=3,
+        kv_form="a4.8",
+    )  # fmt: skip
     comparison = evaluate(task, divergence=True).comparison
     assert comparison is not None and 0.03 < comparison.kld.mean.value < 0.055
 
@@ -825,13 +873,18 @@ def test_a_gpu_stores_and_attends_as_the_reference(bits: int, width: int, device
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", BITS)
-def test_graphs_and_launches_give_the_same_tokens(bits: int, model: PreTrainedModel, ids: Tensor, device):
+@pytest.mark.parametrize("form", FORMS)
+def test_graphs_and_launches_give_the_same_tokens(
+    bits: int, model: PreTrainedModel, ids: Tensor, form: Any, device
+):
     model = model.to(device, torch.bfloat16)
-    decoders = [GreedyDecoder(model, 2, 60, graph=graph, kv_bits=bits) for graph in (True, False)]
+    options: dict[str, Any] = {"kv_bits": bits, "kv_form": form}
+    decoders = [GreedyDecoder(model, 2, 60, graph=graph, **options) for graph in (True, False)]
     found = [decoder.generate(ids.to(device), 30) for decoder in decoders]
     assert torch.equal(*found)
     assert [decoder.graphed for decoder in decoders] == [True, False]
-    assert {decoder.attention for decoder in decoders} == {BY_A_KERNEL}
+    if form == "a4.8":
+        assert {decoder.attention for decoder in decoders} == {BY_A_KERNEL}
     assert torch.equal(decoders[0].generate(ids.to(device), 30), found[0])
 
 
@@ -839,8 +892,8 @@ def test_graphs_and_launches_give_the_same_tokens(bits: int, model: PreTrainedMo
 def test_a_gpus_logits_are_near_those_of_dense_attention(model: PreTrainedModel, ids: Tensor, device):
     """Token by token through the kernel, against the prompt at once, in fp32."""
     model, ids = model.to(device), ids.to(device)
-    expected = logits(model, ids, KVCache(model.config, 3), [20])
-    cache = KVCache(model.config, 3)
+    expected = logits(model, ids, KVCache(model.config, 3, form="a4.8"), [20])
+    cache = KVCache(model.config, 3, form="a4.8")
     with cache.attention(model):
         found = logits(model, ids, cache, [5, *[1] * 15])
     assert cache.how == BY_A_KERNEL
@@ -866,7 +919,7 @@ def test_what_does_not_fit_is_dropped(device: torch.device):
 
 
 def test_what_a_window_let_go_of_cannot_come_back():
-    layer = kv_layers.KVLayer(kv_layers.CacheFormat("absmax", torch.bfloat16, None), LayerBits(8, 8), 3)
+    layer = kv_layers.KVLayer(kv_layers.CacheFormat(kv_layers.FORMS["rotated"], None), LayerBits(8, 8), 3)
     layer.update(torch.randn(1, 1, 7, 32), torch.randn(1, 1, 7, 32))
     layer.activate_past_recording()
     with pytest.raises(RuntimeError, match="the last 3 of 7 tokens cannot be taken off"):

@@ -1,0 +1,243 @@
+"""Keys and values in groups of rotated heads: the same bits however they come, and what is kept of odd heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig
+
+from neuzip.errors import UsageError
+from neuzip.kernels import kv_cache
+from neuzip.kernels.kv_cache import Heads, reference
+from neuzip.kernels.kv_cache.ops import OF_TEXTS, OF_TOKENS
+from neuzip.kernels.quantizers import block_width, hadamard, quantize_groups, quantize_heads
+from neuzip.kernels.quantizers.kv_groups import COVER, SCALE_NAN, scales
+from neuzip.runtime.hf.kv_cache import KVCache
+from neuzip.runtime.hf.kv_layers import FORMS, CacheFormat, KVLayer, StaticKVLayer
+from neuzip.runtime.hf.rotary import still_channels
+from neuzip.runtime.kv_bits import LayerBits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTHS = (64, 80, 96, 112, 128, 192, 256)
+BITS = (8, 6, 4, 3, 2)
+
+
+def states(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers with an outlier channel, and one that is far from 0 in all tokens."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x[..., 3] *= 20
+    x[..., 5] += 9
+    return x
+
+
+def room(shape: tuple[int, int, int, int], bits: int, **options: Any) -> Heads:
+    options = {"group": 32, "whole": 4, "still": torch.arange(shape[3]) % 2 == 1, **options}
+    return kv_cache.empty(shape, bits, **options)
+
+
+def same_bits(a: Heads, b: Heads, tokens: slice = slice(None)) -> bool:
+    pairs = [(getattr(a, name)[:, :, tokens], getattr(b, name)[:, :, tokens]) for name in OF_TOKENS]
+    pairs += [(getattr(a, name), getattr(b, name)) for name in OF_TEXTS if getattr(a, name) is not None]
+    return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
+
+
+# The rotation
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_transform_is_orthonormal_and_its_own_inverse(width: int):
+    x = states(50, width)
+    turned = hadamard(x)
+    block = block_width(width)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    expected = (x.double().unflatten(-1, (-1, block)) @ (matrix / math.sqrt(block))).flatten(-2)
+    bound = 2.0**-22 * x.double().norm(dim=-1, keepdim=True) * math.log2(block)
+    assert bool(((turned - expected).abs() <= bound).all())
+    assert bool(((hadamard(turned) - x).abs() <= 2 * bound).all())
+
+
+def test_the_transform_takes_what_there_is():
+    assert hadamard(torch.zeros(0, 64)).shape == (0, 64)
+    assert hadamard(torch.ones(2, 0)).shape == (2, 0)
+    assert torch.equal(hadamard(torch.tensor([[3.0]])), torch.tensor([[3.0]]))
+    strided = states(64, 6).T
+    assert torch.equal(hadamard(strided), hadamard(strided.contiguous()))
+
+
+# Groups
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [16, 32, 64, 80])
+def test_groups_are_half_a_step_off_at_most_within_what_codes_cover(bits: int, group: int):
+    x = states(100, 80)
+    quantized = quantize_groups(x, bits, group)
+    assert quantized.scale.shape == quantized.zero.shape == (100, -(-80 // group))
+    assert quantized.scale.dtype == torch.uint8 and quantized.zero.dtype == torch.int8
+    step = scales(quantized.scale).repeat_interleave(group, -1)[:, :80]
+    off = (quantized.dequantize() - x).abs() / step
+    inside = (quantized.codes > 0) & (quantized.codes < (1 << bits) - 1)
+    assert off[inside].max() <= 0.5 + 1e-3
+    # The ends are cut where COVER says, and where the middle of a group is rounded.
+    cut = (1 - COVER[bits]) / COVER[bits] * ((1 << bits) - 1) / 2
+    assert off.max() <= 0.5 + cut + max(0.5, 2.0 ** (bits - 8)) + 1e-3
+
+
+def test_a_scale_byte_is_the_next_above():
+    numbers = scales(torch.arange(256, dtype=torch.uint8))
+    assert numbers[0] == 0 and numbers[255].isnan()
+    assert bool((numbers[1:255] > numbers[:254]).all())
+    assert numbers[8 * 20] == 1 and numbers[8 * 20 + 4] == 1.5
+    for x, scale in ((15.0, 1.0), (15.01, 1.125), (0.0, 0.0), (1e-30, numbers[1].item())):
+        # Codes of 8 bits cover all of -x / 2 to x / 2; a step is x / 255.
+        found = quantize_groups(torch.tensor([[-x / 2, x / 2]]) * 17, 8, 32).scale
+        assert scales(found).item() == scale
+
+
+def test_odd_groups():
+    for bits in BITS:
+        zeros = quantize_groups(torch.zeros(2, 64), bits, 32)
+        assert not zeros.codes.any() and not zeros.scale.any() and not zeros.dequantize().any()
+        assert quantize_groups(torch.zeros(0, 64), bits, 32).codes.shape == (0, 64)
+        constant = quantize_groups(torch.full((1, 40), -2.5), bits, 32).dequantize()
+        step = 2 * 1.25 / ((1 << bits) - 1)  # a group far from 0 has half its middle as half its range
+        assert bool(((constant + 2.5).abs() <= step).all())
+        denormal = quantize_groups(torch.tensor([[1e-40, -1e-40]]), bits, 32).dequantize()
+        assert denormal.abs().max() <= 2.0**-19 * (1 << bits)
+        for bad in (torch.nan, torch.inf, -torch.inf, 3e38):
+            x = states(2, 64)
+            x[0, 1] = bad
+            quantized = quantize_groups(x, bits, 32)
+            back = quantized.dequantize()
+            assert quantized.scale[0, 0] == SCALE_NAN and back[0, :32].isnan().all()
+            assert back[0, 32:].isfinite().all() and back[1].isfinite().all()
+    with pytest.raises(ValueError, match="1 to 8 bits, not 32 in 9"):
+        quantize_groups(torch.ones(2, 64), 9, 32)
+
+
+def test_an_outlier_channel_does_not_drown_the_others():
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
+    x[:, 3] = 50.0
+    others = torch.arange(64) != 3
+
+    def loss(back: Tensor) -> float:
+        return ((back - x)[:, others].square().mean()).item()
+
+    plain = loss(quantize_heads(x, 4).dequantize())
+    assert loss(hadamard(quantize_groups(hadamard(x), 4, 32).dequantize())) < plain / 20
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("bits", BITS)
+def test_one_by_one_stores_the_bits_of_all_at_once(bits: int, width: int):
+    """Padded on the left, in pieces that cut the whole tokens, with a position on the device."""
+    x, first = states(2, 2, 23, width).bfloat16(), torch.tensor([6, 0])
+    once, pieces = room((2, 2, 30, width), bits), room((2, 2, 30, width), bits)
+    kv_cache.store([once], [x], 2, first + 2)
+    at = 0
+    for part in x.split([7, 1, 1, 3, *[1] * 11], 2):
+        with_first = at < 6 + 4
+        kv_cache.store([pieces], [part], torch.tensor(2 + at), first + 2, with_first=with_first)
+        at += part.shape[2]
+    assert same_bits(once, pieces)
+    back = kv_cache.load(once, first + 2, torch.float32)
+    for text, begin in enumerate((8, 2)):
+        assert torch.equal(back[text, :, begin : begin + 4], x[text, :, begin - 2 : begin + 2].float())
+    off = (back[:, :, 12:25] - x[:, :, 10:]).norm() / x[:, :, 10:].norm()
+    assert 0 < off < 2.0 ** (1 - bits)
+
+
+def test_padding_changes_no_bits():
+    x = states(1, 2, 20, 64)
+    alone, padded = room((1, 2, 30, 64), 4), room((1, 2, 30, 64), 4)
+    kv_cache.store([alone], [x], 0, torch.tensor([0]))
+    kv_cache.store([padded], [torch.cat([states(1, 2, 7, 64, seed=9), x], 2)], 0, torch.tensor([7]))
+    assert same_bits(alone.tokens(0, 20), padded.tokens(7, 27))
+
+
+def test_the_mean_of_the_whole_tokens_is_taken_from_still_channels():
+    x = states(1, 1, 9, 64)
+    heads = room((1, 1, 9, 64), 4)
+    kv_cache.store([heads], [x], 0, torch.tensor([0]))
+    kept = x[0, 0, 1:4].bfloat16().float()
+    center = (kept[0] + kept[1] + kept[2]) * (1 / 3)
+    center[0::2] = 0
+    assert heads.center is not None and torch.equal(heads.center[0, 0], center)
+    turned = hadamard(x[0, 0, 4:] - center)
+    expected = hadamard(quantize_groups(turned, 4, 32).dequantize()) + center
+    assert torch.equal(kv_cache.load(heads, torch.tensor([0]), torch.float32)[0, 0, 4:], expected)
+
+
+def test_every_byte_is_counted():
+    heads = room((2, 3, 50, 128), 4)
+    assert heads.nbytes == 2 * 3 * (50 * (64 + 2 * 4) + 4 * 128 * 2 + 128 * 4) + 128
+    values = kv_cache.empty((2, 3, 50, 80), 3, group=64, whole=4)
+    assert values.nbytes == 2 * 3 * (50 * (4 * (5 + 3) + 2 * 2) + 4 * 80 * 2)
+
+
+def test_reference_attends_to_the_numbers_that_are_loaded():
+    first = torch.tensor([3, 0])
+    keys, values = room((2, 2, 30, 64), 4), room((2, 2, 30, 80), 4, group=64, still=None)
+    for heads, seed in ((keys, 1), (values, 2)):
+        kv_cache.store([heads], [states(2, 2, 30, heads.width, seed=seed)], 0, first)
+    query = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(3))
+    mask = torch.arange(30) >= first[:, None]
+    k, v = (kv_cache.load(heads, first, torch.float32).repeat_interleave(2, 1) for heads in (keys, values))
+    logits = (0.1 * query[:, :, None] @ k.mT).masked_fill(~mask[:, None, None], -torch.inf)
+    found = reference.attend(query, keys, values, first, scaling=0.1, length=30, mask=mask)
+    assert torch.allclose(found, (logits.softmax(-1) @ v)[:, :, 0], atol=1e-5)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("bits", (8, 4, 3))
+def test_layers_of_all_kinds_keep_the_same_bits(name: Any, bits: int, monkeypatch):
+    """A growing layer, one of fixed size and a sliding one; at once, and token by token."""
+    monkeypatch.setattr("neuzip.runtime.hf.kv_layers.GROWTH", 4)
+    config, first = LlamaConfig(hidden_size=128, num_attention_heads=2), torch.tensor([5, 0])
+    keys, values = states(2, 2, 40, 64), states(2, 2, 40, 64, seed=1)
+
+    def still(width: int) -> Tensor:
+        return still_channels(config, 0, 1024.0, width)
+
+    def made(kind: type[KVLayer], parts: list[int], *options: Any) -> tuple[Tensor, Tensor]:
+        layer = kind(CacheFormat(FORMS[name], first), LayerBits(bits, bits), *options, still=still)
+        for k, v in zip(keys.split(parts, 2), values.split(parts, 2), strict=True):
+            shown = layer.update(k, v)
+        return tuple(x[:, :, :40][:, :, -8:] for x in shown)  # type: ignore[return-value, union-attr]
+
+    ones = [11, *[1] * 29]
+    expected = made(KVLayer, [40])
+    for found in (
+        made(KVLayer, ones), made(StaticKVLayer, [40], 44), made(StaticKVLayer, ones, 44),
+        made(KVLayer, [40], 8), made(KVLayer, ones, 8), made(KVLayer, [7, 33], 8),
+    ):  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(expected[0], keys[:, :, -8:])
+
+
+def test_still_channels_follow_the_config():
+    llama = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    found = still_channels(llama, 0, 1024.0, 64)
+    assert torch.equal(found[:32], found[32:])
+    assert found[:32].tolist() == [2 * math.pi * 1e4 ** (i / 32) >= 1024 for i in range(32)]
+    assert bool(still_channels(GPT2Config(), 0, 1024.0, 64).all())
+    llama.rope_parameters["partial_rotary_factor"] = 0.5
+    assert bool(still_channels(llama, 0, 1024.0, 64)[32:].all())
+
+
+def test_forms_that_there_are_not_are_refused():
+    with pytest.raises(UsageError, match="`form='kivi'`"):
+        KVCache(LlamaConfig(), 4, form="kivi")  # type: ignore[arg-type]
