@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neuzip.choices import Attention
+from neuzip.choices import Attention, KvForm
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.kv_bits import NEEDS as KV_NEEDS
-from neuzip.cli.kv_bits import chosen_bits, requested
+from neuzip.cli.kv_bits import KvRequest, chosen_bits, requested
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.kv_cache import calibration_json
@@ -22,7 +22,12 @@ from neuzip.runtime.requirements import require_device, require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_names
 
 if TYPE_CHECKING:
-    pass
+    from pathlib import Path
+
+    from torch import device as Device
+
+    from neuzip.eval.kv_calibration import KVCalibration
+    from neuzip.runtime.kv_bits import KVBits
 
 PACKAGES = ("torch", "transformers")
 
@@ -112,17 +117,11 @@ def command(
     from neuzip.runtime.decode.benchmark import make_plan, measure
     from neuzip.runtime.decode.greedy import not_compiled_together
     from neuzip.runtime.devices import choose_device
-    from neuzip.runtime.hf.load import load_model
 
     place = choose_device(device)
     if compiled and request.quantises:
         raise not_compiled_together()
-    bits, calibration = request.bits, None
-    if request.limit is not None:
-        with out.progress("load", None):
-            model = load_model(path, device=place, attention=False)
-        bits, calibration = chosen_bits(out, request, path, model, kv_form)
-        del model  # before the models that are measured
+    bits, calibration = _bits(out, request, path, place, kv_form)
     plan = make_plan(
         path,
         residencies or (["dense"] if place.type == "cpu" else ["packed"]),
@@ -161,6 +160,19 @@ def command(
         },
         quiet=[row.decode_tokens_per_second for row in speeds.rows],
     )
+
+
+def _bits(
+    out: Output, request: KvRequest, path: Path, device: Device, form: KvForm
+) -> tuple[KVBits | None, KVCalibration | None]:
+    """The bits of the KV cache; a model that chooses them is gone before others are measured."""
+    if request.limit is None:
+        return request.bits, None
+    from neuzip.runtime.hf.load import load_model
+
+    with out.progress("load", None):
+        model = load_model(path, device=device, attention=False)
+    return chosen_bits(out, request, path, model, form)
 
 
 def _names(text: str) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,7 +30,12 @@ from neuzip.runtime.requirements import (
     require_seed,
     require_stop,
 )
-from neuzip.runtime.residencies import RESIDENCIES
+from neuzip.runtime.residencies import RESIDENCIES, Residency
+
+if TYPE_CHECKING:
+    from torch import device as Device
+
+    from neuzip.choices import Activations
 
 PACKAGES = ("torch", "transformers")
 
@@ -136,10 +142,8 @@ def command(
 ) -> None:
     """Generate text from a prompt"""
     out = Output(json=json, quiet=quiet)
-    if temperature == 0 and seed is not None:
-        raise UsageError("--seed: has no effect at temperature 0, which is greedy", "give a --temperature")
+    _require_seed(seed, temperature)
     sampling, ends = Sampling(temperature, top_k, top_p, min_p), [_unescaped(one) for one in stop or ()]
-    require_seed(seed)
     require_stop(ends)
     mode, experts = require_quantisable(activations, residency), options.size(expert_memory)
     require_expert_memory(experts, residency, device=device)
@@ -168,9 +172,7 @@ def command(
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     if task.ids.numel() != likely:  # the kernels that products take depend on it
         prefetch_kernels(out, path, place, residency, task.ids.numel())
-    warn_of_plain_inputs(out, path, (residency,), activations)
-    if place.type == "cpu" and RESIDENCIES[residency].is_slow_on_cpu:
-        out.hint(f"on a CPU {residency} weights run by slow reference code; --residency dense is faster")
+    _warn(out, path, residency, activations, place)
     reset_peak(place)
     began = time.monotonic()
     with out.progress("load", None):
@@ -191,8 +193,29 @@ def command(
         layer_bits, {} if layer_bits is None else uses(model), place,
         memory(model).total.host_bytes, calibration_json(calibration, kv_plan),
     )  # fmt: skip
+    _give(out, run)
+
+
+def _require_seed(seed: int | None, temperature: float) -> None:
+    """Raise UsageError for a seed that nothing draws with, or that is out of range."""
+    require_seed(seed)
+    if temperature == 0 and seed is not None:
+        raise UsageError("--seed: has no effect at temperature 0, which is greedy", "give a --temperature")
+
+
+def _give(out: Output, run: GenerationRun) -> None:
+    """Say how the text came, and give what a machine reads."""
     show_generation(out, run)
-    out.result(generation_json(run), quiet=generation.text.splitlines())
+    out.result(generation_json(run), quiet=run.generation.text.splitlines())
+
+
+def _warn(
+    out: Output, path: Path, residency: Residency, activations: Activations | None, place: Device
+) -> None:
+    """Say what may surprise: activations that are not quantised, and slow code on a CPU."""
+    warn_of_plain_inputs(out, path, (residency,), activations)
+    if place.type == "cpu" and RESIDENCIES[residency].is_slow_on_cpu:
+        out.hint(f"on a CPU {residency} weights run by slow reference code; --residency dense is faster")
 
 
 def _prompt(argument: str | None, option: str | None) -> str:
