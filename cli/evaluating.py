@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName, KvForm
-from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
+from neuzip.cli.kv_bits import KvRequest, chosen_bits, requested
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.show.evaluation import give_result, show_evaluation, show_sparsity, show_tasks
+from neuzip.cli.show.kv_cache import calibration_json
 from neuzip.cli.source import resolved_model
 from neuzip.cli.text import count_text
 from neuzip.cli.threads import let_threads_sleep
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from neuzip.compress.ranks import Ranks
     from neuzip.eval.harness import TaskEvaluation
+    from neuzip.eval.kv_calibration import KVCalibration
     from neuzip.eval.measures.convention_names import Name
     from neuzip.eval.measures.perplexity import Evaluation, EvaluationTask
     from neuzip.eval.measures.texts import Text
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from neuzip.eval.report.rows import ReportRow
     from neuzip.eval.report.sweep_results import SweepResults
     from neuzip.runtime.hf.sparsity import Sparsity
+    from neuzip.runtime.kv_bits import KVBits
 
 COUNTED_TOKENS = 8192
 """Tokens that the inputs of layers are counted for."""
@@ -60,7 +63,9 @@ class EvalOptions:
     residency: Residency
     expert_memory: int | None
     activations: Activations | None
-    kv_bits: options.KvBits | None
+    kv_bits: str | None
+    kv_text: str | None
+    kv_plan: Path | None
     kv_form: KvForm
     attention: Attention
     sparsity: bool
@@ -88,6 +93,7 @@ def run(chosen: EvalOptions) -> None:
             f"--stride {chosen.stride} has no effect with --conventions {chosen.conventions}",
             "add strided to --conventions, or leave out --stride",
         )
+    request = requested(chosen.kv_bits, chosen.kv_text, chosen.kv_plan, chosen.overwrite)
     let_threads_sleep()
     out.loading()
     if chosen.device_map is None:
@@ -101,11 +107,16 @@ def run(chosen: EvalOptions) -> None:
         check_target(chosen.page, chosen.overwrite)
     with joined_ranks() as ranks:
         out = Output(json=chosen.json, quiet=chosen.quiet, silent=not ranks.is_first)
-        _measure(out, ranks, chosen, names, mode)
+        _measure(out, ranks, chosen, names, mode, request)
 
 
 def _measure(
-    out: Output, ranks: Ranks, chosen: EvalOptions, names: list[Name] | None, mode: str | None
+    out: Output,
+    ranks: Ranks,
+    chosen: EvalOptions,
+    names: list[Name] | None,
+    mode: str | None,
+    request: KvRequest,
 ) -> None:
     """Measure on the text and by tasks, and give the result; `mode` is that of the activations of SRC."""
     from neuzip.eval.measures.texts import read_text
@@ -128,15 +139,16 @@ def _measure(
             "--sparsity: counted on unquantised activations, as --residency dense does not quantise them"
         )
     sweep = None if chosen.sweep is None else read_sweep(chosen.sweep)
-    evaluation = zeros = scores = report = page = None
+    evaluation = zeros = scores = report = page = calibration = None
     if document is not None:
         task = prepare(
             paths, document, conventions=names, window=chosen.window, stride=chosen.stride,
             max_tokens=chosen.max_tokens, device=chosen.device, device_map=chosen.device_map,
             dtype=chosen.dtype, residency=chosen.residency, expert_memory=chosen.expert_memory,
-            activations=mode, kv_bits=options.bits(chosen.kv_bits), kv_form=chosen.kv_form,
-            attention=chosen.attention,
+            activations=mode, kv_form=chosen.kv_form, attention=chosen.attention,
         )  # fmt: skip
+        bits, calibration = ranks.on_first(lambda: _bits(out, request, task, chosen.kv_text))
+        task = replace(task, kv_bits=bits)
         evaluation = _evaluate_text(out, ranks, task, by_default=names is None)
         if chosen.sparsity and ranks.is_first:
             zeros = count_zeros(out, task)
@@ -152,7 +164,24 @@ def _measure(
             page = chosen.page
             out.status(f"wrote {page}")
     finally:  # what took hours is told, whatever becomes of the rest
-        give_result(out, evaluation, scores, page, zeros, report)
+        give_result(
+            out, evaluation, scores, page, zeros, report, calibration_json(calibration, chosen.kv_plan)
+        )
+
+
+def _bits(
+    out: Output, request: KvRequest, task: EvaluationTask, kv_text: str | None
+) -> tuple[KVBits | None, KVCalibration | None]:
+    """The bits of the KV cache. Raises UsageError if one text is to choose them and to measure them."""
+    if request.text is None:
+        return request.bits, None
+    if request.text.content == task.text.content:
+        raise UsageError(f"--kv-text {kv_text}: is the text on which the result is measured", "give another")
+    from neuzip.eval.measures.perplexity import load
+
+    with out.progress("load", None):
+        model = load(task, len(task.paths) - 1)
+    return chosen_bits(out, request, task.paths[-1], model, task.kv_form)
 
 
 def _evaluate_text(out: Output, ranks: Ranks, task: EvaluationTask, *, by_default: bool) -> Evaluation:

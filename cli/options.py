@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -84,11 +84,27 @@ ActivationsOption = Annotated[
     Activations | None,
     typer.Option(help="Activation quantisation for ternary weights (default: as in config.json)"),
 ]
-KvBits = Literal["8", "4", "3"]
 KvBitsOption = Annotated[
-    KvBits | None,
-    typer.Option("--kv-bits", help="Quantise the KV cache to N bits", show_default=False),
-]
+    str | None,
+    typer.Option(
+        "--kv-bits", metavar="BITS", show_default=False,
+        help="Quantise the KV cache: 4 bits; 8/4 for keys/values; auto:KLD, chosen by layer; or a plan FILE",
+    ),
+]  # fmt: skip
+KvTextOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-text", metavar="TEXT", show_default=False,
+        help="Calibration text of --kv-bits auto:KLD: file, folder, hf://datasets/..., or demo",
+    ),
+]  # fmt: skip
+KvPlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-plan", metavar="FILE", show_default=False,
+        help="Also write the bits that --kv-bits auto:KLD chooses to a plan file",
+    ),
+]  # fmt: skip
 KvFormOption = Annotated[
     KvForm,
     typer.Option("--kv-form", help="How --kv-bits quantises: rotated, in groups; a4.8, a scale per head"),
@@ -127,8 +143,3 @@ def size(expert_memory: str | None) -> int | None:
             "give a size with its unit: 8GiB, 500MB; 0 needs none",
         )
     return nbytes
-
-
-def bits(kv_bits: KvBits | None) -> int | None:
-    """The number that --kv-bits gives."""
-    return None if kv_bits is None else int(kv_bits)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from neuzip.errors import NeuzipError as NeuzipError
     from neuzip.installation import check_installation as check_installation
     from neuzip.kernels.attention import sageattn as sageattn
+    from neuzip.models import choose_kv_bits as choose_kv_bits
     from neuzip.models import evaluate as evaluate
     from neuzip.models import generate as generate
     from neuzip.runtime.hf.attention import patch_attention as patch_attention
@@ -56,6 +57,7 @@ __all__ = [
     "Scheme",
     "__version__",
     "check_installation",
+    "choose_kv_bits",
     "compress_checkpoint",
     "decompress_checkpoint",
     "diff_checkpoints",
@@ -84,6 +86,7 @@ _HOME = {
     "Rule": "neuzip.compress.rules",
     "Scheme": "neuzip.compress.scheme",
     "check_installation": "neuzip.installation",
+    "choose_kv_bits": "neuzip.models",
     "compress_checkpoint": "neuzip.checkpoints",
     "decompress_checkpoint": "neuzip.checkpoints",
     "diff_checkpoints": "neuzip.checkpoints",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,21 @@ def require_counts(**values: object) -> None:
     for parameter, value in values.items():
         if value is not None and (type(value) is not int or value < 1):
             raise UsageError(f"`{parameter}={value!r}`: is no number from 1 on", "give 1 or more")
+
+
+def require_divergence(**values: object) -> None:
+    """Raise UsageError for a value, by its parameter, that is no number above 0.
+
+    >>> require_divergence(max_kld="1%")
+    Traceback (most recent call last):
+      ...
+    neuzip.errors.UsageError: `max_kld='1%'`: is no divergence above 0
+    """
+    for parameter, value in values.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+            raise UsageError(
+                f"`{parameter}={value!r}`: is no divergence above 0", "give nats per token, for example 0.01"
+            )
 
 
 def require_paths(**values: object) -> None:

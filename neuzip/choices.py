@@ -19,9 +19,6 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
 """Modes of quantising the activations of ternary weights."""
 
-KvBits = Literal[3, 4, 8]
-"""Bits of a number in a quantised KV cache."""
-
 KvForm = Literal["rotated", "a4.8"]
 """How keys and values are quantised: rotated and in groups, or as in BitNet a4.8."""
 

@@ -11,13 +11,16 @@ from neuzip.arguments import (
     as_list,
     local,
     require_counts,
+    require_divergence,
     require_one_of,
     require_paths,
     require_texts,
 )
-from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvBits, KvForm
+from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvForm
 from neuzip.compress.device import AnyDevice, named
+from neuzip.compress.progress import unseen
 from neuzip.errors import UsageError
+from neuzip.eval.kv_calibration import KVCalibration, calibrate
 from neuzip.eval.measures.convention_names import BOS, NAMES
 from neuzip.eval.measures.perplexity import Evaluation, prepare
 from neuzip.eval.measures.perplexity import evaluate as evaluate_task
@@ -29,6 +32,7 @@ from neuzip.runtime.decode.sampling import Sampling
 from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.kv_bits import BitsArgument, as_bits
 from neuzip.runtime.requirements import (
     require_expert_memory,
     require_quantisable,
@@ -56,7 +60,7 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int | None = None,
-    kv_bits: KvBits | None = None,
+    kv_bits: BitsArgument | None = None,
     kv_form: KvForm = "rotated",
     residency: Residency = "dense",
     expert_memory: int | None = None,
@@ -76,9 +80,9 @@ def generate(
     `chat`. The text ends after `max_new_tokens` tokens, where the model ends it, or before the first of the
     strings `stop`. `temperature` 0 is greedy. With a higher temperature, neuzip samples from the `top_k` most
     likely tokens (0: all), from the nucleus of probability `top_p`, and from tokens at least `min_p` times as
-    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache,
-    in the form `kv_form`: see `KVCache`.
-    `graph` replays steps as a CUDA graph on a GPU. `on_text` is called with each piece of text as it comes.
+    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache, in
+    the form `kv_form`: see `KVCache`. `graph` replays steps as a CUDA graph on a GPU. `on_text` is called
+    with each piece of text as it comes.
 
     The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
     for parameters that are wrong, and NeuzipError for a checkpoint without a model that generates text.
@@ -86,7 +90,7 @@ def generate(
     sampling, ends = Sampling(temperature, top_k, top_p, min_p), as_list("stop", stop)
     require_texts(prompt=prompt, system=system or "")
     require_counts(max_new_tokens=max_new_tokens)
-    require_one_of((*get_args(KvBits), None), kv_bits=kv_bits)
+    bits = None if kv_bits is None else as_bits(kv_bits)
     require_one_of(get_args(KvForm), kv_form=kv_form)
     require_seed(seed)
     require_stop(ends)
@@ -112,7 +116,7 @@ def generate(
         path = local("model", origin)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
     return generate_from(
-        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=kv_bits, kv_form=kv_form,
+        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=bits, kv_form=kv_form,
         on_text=on_text or (lambda text: None), loop="auto" if graph else "transformers",
     )  # fmt: skip
 
@@ -132,7 +136,7 @@ def evaluate(
     residency: Residency = "dense",
     expert_memory: int | None = None,
     activations: Activations | None = None,
-    kv_bits: KvBits | None = None,
+    kv_bits: BitsArgument | None = None,
     kv_form: KvForm = "rotated",
     attention: Attention = "recorded",
 ) -> Evaluation:
@@ -145,8 +149,8 @@ def evaluate(
     `window` is the number of tokens predicted per window, and `stride` the distance between strided windows.
     `max_tokens` limits the evaluation to the first tokens of the text. `device_map` spreads each model over
     all GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
-    `activations`, `kv_bits`, `kv_form` and `attention` apply to the model of `source`, not to the original.
-    `expert_memory` limits the bytes of experts on a GPU, as in `load_model`.
+    `activations`, `kv_bits` and `kv_form` (see `KVCache`) and `attention` apply to the model of `source`, not
+    to the original. `expert_memory` limits the bytes of experts on a GPU, as in `load_model`.
 
     The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
     token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for
@@ -154,7 +158,7 @@ def evaluate(
     """
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)
-    require_one_of((*get_args(KvBits), None), kv_bits=kv_bits)
+    bits = None if kv_bits is None else as_bits(kv_bits)
     require_one_of(get_args(KvForm), kv_form=kv_form)
     require_one_of(get_args(DtypeName), dtype=dtype)
     require_one_of((*get_args(DeviceMap), None), device_map=device_map)
@@ -170,9 +174,49 @@ def evaluate(
     task = prepare(
         paths, document, conventions=names, window=window, stride=stride,
         max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
-        expert_memory=expert_memory, activations=mode, kv_bits=kv_bits, kv_form=kv_form, attention=attention,
+        expert_memory=expert_memory, activations=mode, kv_bits=bits, kv_form=kv_form, attention=attention,
     )  # fmt: skip
     return evaluate_task(task, divergence=original is not None)
+
+
+def choose_kv_bits(
+    model: PreTrainedModel | Source,
+    *,
+    text: str | os.PathLike[str],
+    max_kld: float,
+    window: int | None = None,
+    max_tokens: int | None = None,
+    kv_form: KvForm = "rotated",
+    device: AnyDevice = "auto",
+) -> KVCalibration:
+    """Choose the bits of the KV cache layer by layer: the fewest for a KL divergence of at most `max_kld`.
+
+    `model` is what `load_model` returned, or a folder, or a Hub id, plain or compressed, which is loaded
+    dense on `device`. Keys and values of each layer get 8, 6, 4, 3 or 2 bits. The divergence, in nats per
+    token, is that of the model with the quantised cache from the same model with its own, on `text`, as in
+    `evaluate`, and with its standard error added it is at most `max_kld`. `window` None is 1,024 tokens, or
+    the model's maximum. `max_tokens` None uses the first 8,192 tokens of the text on a CPU, and 32,768 on a
+    GPU.
+
+    `bits` of the result is what `KVCache`, `generate` and `evaluate` take as `kv_bits`, and `save` writes a
+    plan file, which they take as well. Raises UsageError for parameters that are wrong, and NeuzipError for a
+    `max_kld` that 8 bits do not reach.
+    """
+    named(device)
+    require_counts(window=window, max_tokens=max_tokens)
+    require_paths(text=text)
+    require_divergence(max_kld=max_kld)
+    require_one_of(get_args(KvForm), kv_form=kv_form)
+    document = read_text(os.fspath(text))
+    if isinstance(model, str | os.PathLike):
+        path = local("model", model)
+        live = load_model(path, device=choose_device(device), attention=False)
+    else:
+        _refuse_of_loaded(device=device not in ("auto", None))
+        path, live = local("model", _origin(model)), model
+    return calibrate(
+        path, live, document, max_kld, unseen, window=window, max_tokens=max_tokens, kv_form=kv_form
+    )
 
 
 def _require_ways(residency: object, activations: object, attention: object) -> None:

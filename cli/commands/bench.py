@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neuzip.choices import Attention
+from neuzip.choices import Attention, KvForm
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
+from neuzip.cli.kv_bits import NEEDS as KV_NEEDS
+from neuzip.cli.kv_bits import KvRequest, chosen_bits, requested
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
+from neuzip.cli.show.kv_cache import calibration_json
 from neuzip.cli.show.speeds import show_speeds
 from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
@@ -19,18 +22,25 @@ from neuzip.runtime.requirements import require_device, require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_names
 
 if TYPE_CHECKING:
-    pass
+    from pathlib import Path
+
+    from torch import device as Device
+
+    from neuzip.eval.kv_calibration import KVCalibration
+    from neuzip.runtime.kv_bits import KVBits
 
 PACKAGES = ("torch", "transformers")
 
 EXAMPLES = [
     "neuzip bench my-model.nz",
     "neuzip bench my-model.nz --residency packed,ans --batch 1,8",
-    "neuzip bench my-model.nz --kv-bits 3 --prompt-tokens 4096",
+    "neuzip bench my-model.nz --kv-bits 4 --prompt-tokens 4096",
     "neuzip bench my-model --attention 8bit --prompt-tokens 16384 --batch 1",
     "neuzip bench my-model.nz --compile --batch 1",
     "neuzip bench my-model.nz --prompt-tokens 2048 --new-tokens 64 --json",
 ]
+
+NEEDS = {**KV_NEEDS, "--overwrite": ("--kv-plan",)}
 
 ResidencyOption = Annotated[
     str | None,
@@ -57,9 +67,13 @@ CompiledOption = Annotated[
     typer.Option("--compile", help="Compile all steps with torch.compile, those of the dense model too"),
 ]
 KvBitsOption = Annotated[
-    options.KvBits | None,
-    typer.Option("--kv-bits", help="Also measure with the KV cache quantised to N bits", show_default=False),
-]
+    str | None,
+    typer.Option(
+        "--kv-bits", metavar="BITS", show_default=False,
+        help="Also measure with a quantised KV cache: 4 bits; 8/4 for keys/values; auto:KLD, chosen by layer;"
+        " or a plan FILE",
+    ),
+]  # fmt: skip
 AttentionOption = Annotated[
     Attention,
     typer.Option(
@@ -79,9 +93,12 @@ def command(
     graph: GraphOption = True,
     compiled: CompiledOption = False,
     kv_bits: KvBitsOption = None,
+    kv_text: options.KvTextOption = None,
+    kv_plan: options.KvPlanOption = None,
     kv_form: options.KvFormOption = "rotated",
     attention: AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
+    overwrite: options.OverwriteFileOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -90,6 +107,7 @@ def command(
     residencies, batches = None if residency is None else _names(residency), _numbers(batch)
     experts = options.size(expert_memory)
     require_expert_memory(experts, *(residencies or compressed_names()), device=device)
+    request = requested(kv_bits, kv_text, kv_plan, overwrite)
     let_threads_sleep()
     out.loading()
     for name in residencies or ("dense",):
@@ -97,9 +115,13 @@ def command(
     path = resolved_model(out, src)
     import_large()
     from neuzip.runtime.decode.benchmark import make_plan, measure
+    from neuzip.runtime.decode.greedy import not_compiled_together
     from neuzip.runtime.devices import choose_device
 
     place = choose_device(device)
+    if compiled and request.quantises:
+        raise not_compiled_together()
+    bits, calibration = _bits(out, request, path, place, kv_form)
     plan = make_plan(
         path,
         residencies or (["dense"] if place.type == "cpu" else ["packed"]),
@@ -109,7 +131,7 @@ def command(
         rounds=rounds,
         device=place,
         graph=graph,
-        kv_bits=options.bits(kv_bits),
+        kv_bits=bits,
         kv_form=kv_form,
         attention=attention,
         compiled=compiled,
@@ -133,10 +155,24 @@ def command(
             "rounds": plan.rounds,
             "compiled": plan.compiled,
             "expert_memory": plan.expert_memory,
+            "kv_calibration": calibration_json(calibration, kv_plan),
             **vars(speeds),
         },
         quiet=[row.decode_tokens_per_second for row in speeds.rows],
     )
+
+
+def _bits(
+    out: Output, request: KvRequest, path: Path, device: Device, form: KvForm
+) -> tuple[KVBits | None, KVCalibration | None]:
+    """The bits of the KV cache; a model that chooses them is gone before others are measured."""
+    if request.limit is None:
+        return request.bits, None
+    from neuzip.runtime.hf.load import load_model
+
+    with out.progress("load", None):
+        model = load_model(path, device=device, attention=False)
+    return chosen_bits(out, request, path, model, form)
 
 
 def _names(text: str) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 
 from neuzip.choices import Attention, DeviceMap, DtypeName
 from neuzip.cli import options
+from neuzip.cli.kv_bits import NEEDS as KV_NEEDS
 
 PACKAGES = ("torch", "transformers")
 
@@ -18,7 +19,8 @@ EXAMPLES = [
     "neuzip eval s.nz --text hf://datasets/Salesforce/wikitext/wikitext-2-raw-v1",
     "neuzip eval small --text my-texts --conventions token --window 2048",
     "neuzip eval small --original my-model --text demo --report page.html",
-    "neuzip eval my-model --original my-model --text demo --kv-bits 3",
+    "neuzip eval my-model --original my-model --text demo --kv-bits 4",
+    "neuzip eval my-model --text a.txt --kv-bits auto:0.01 --kv-text b.txt",
     "neuzip eval my-model --original my-model --text demo --attention 8bit",
     "neuzip eval small --tasks arc_easy,hellaswag --limit 200",
     "torchrun --nproc-per-node 8 --no-python neuzip eval small --text demo",
@@ -27,8 +29,8 @@ EXAMPLES = [
 GROUPS = {
     "Text and perplexity": ("text", "original", "conventions", "window", "stride", "max_tokens"),
     "How the model runs": (
-        "residency", "expert_memory", "activations", "kv_bits", "kv_form", "attention", "dtype", "device",
-        "device_map",
+        "residency", "expert_memory", "activations", "kv_bits", "kv_text", "kv_plan", "kv_form",
+        "attention", "dtype", "device", "device_map",
     ),
     "Benchmark tasks": ("tasks", "limit"),
     "Report": ("page", "sweep", "sparsity", "overwrite"),
@@ -39,9 +41,9 @@ NEEDS = {
         ("--conventions", "--window", "--stride", "--max-tokens", "--activations", "--kv-bits",
          "--attention", "--sparsity", "--report"), ("--text",),
     ),
+    **KV_NEEDS,
     "--sweep": ("--report",),
-    "--kv-form": ("--kv-bits",),
-    "--overwrite": ("--report",),
+    "--overwrite": ("--report", "--kv-plan"),
     "--limit": ("--tasks",),
 }  # fmt: skip
 
@@ -87,14 +89,6 @@ DtypeOption = Annotated[
     DtypeName,
     typer.Option(help="Compute dtype; auto is float32 for dense weights on a CPU, else the checkpoint's"),
 ]
-KvBitsOption = Annotated[
-    options.KvBits | None,
-    typer.Option(
-        "--kv-bits",
-        help="Quantise the KV cache of SRC to N bits",
-        show_default=False,
-    ),
-]
 AttentionOption = Annotated[
     Attention,
     typer.Option(
@@ -139,7 +133,9 @@ def command(
     residency: options.ResidencyOption = "dense",
     expert_memory: options.ExpertMemoryOption = None,
     activations: options.ActivationsOption = None,
-    kv_bits: KvBitsOption = None,
+    kv_bits: options.KvBitsOption = None,
+    kv_text: options.KvTextOption = None,
+    kv_plan: options.KvPlanOption = None,
     kv_form: options.KvFormOption = "rotated",
     attention: AttentionOption = "recorded",
     sparsity: SparsityOption = False,
@@ -159,7 +155,8 @@ def command(
             src=src, text=text, original=original, conventions=conventions, window=window, stride=stride,
             max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
             expert_memory=options.size(expert_memory), activations=activations, kv_bits=kv_bits,
-            kv_form=kv_form, attention=attention, sparsity=sparsity, page=page, sweep=sweep,
+            kv_text=kv_text, kv_plan=kv_plan, kv_form=kv_form, attention=attention, sparsity=sparsity,
+            page=page, sweep=sweep,
             tasks=tasks, limit=limit, overwrite=overwrite, json=json, quiet=quiet,
         )
     )  # fmt: skip

@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import sys
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.kernels import likely_tokens, prefetch_kernels
+from neuzip.cli.kv_bits import NEEDS as KV_NEEDS
+from neuzip.cli.kv_bits import chosen_bits, requested
 from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
+from neuzip.cli.show.kv_cache import calibration_json
 from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
@@ -26,7 +30,12 @@ from neuzip.runtime.requirements import (
     require_seed,
     require_stop,
 )
-from neuzip.runtime.residencies import RESIDENCIES
+from neuzip.runtime.residencies import RESIDENCIES, Residency
+
+if TYPE_CHECKING:
+    from torch import device as Device
+
+    from neuzip.choices import Activations
 
 PACKAGES = ("torch", "transformers")
 
@@ -34,9 +43,12 @@ EXAMPLES = [
     'neuzip generate my-model.nz "The history of"',
     "neuzip generate my-model.nz --residency packed < question.txt",
     'neuzip generate my-model.nz "The history of" --kv-bits 4 --stop "\\n\\n"',
+    'neuzip generate my-model "Hello" --kv-bits auto:0.01 --kv-text my.txt',
     'neuzip generate me/chat-model "Hello" --chat --temperature 0.7 --top-k 40',
     'neuzip generate me/chat-model "Why?" --system "Answer in one sentence."',
 ]
+
+NEEDS = {**KV_NEEDS, "--overwrite": ("--kv-plan",)}
 
 GROUPS = {
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
@@ -46,6 +58,8 @@ GROUPS = {
         "expert_memory",
         "activations",
         "kv_bits",
+        "kv_text",
+        "kv_plan",
         "kv_form",
         "attention",
         "device",
@@ -116,22 +130,24 @@ def command(
     expert_memory: options.ExpertMemoryOption = None,
     activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
+    kv_text: options.KvTextOption = None,
+    kv_plan: options.KvPlanOption = None,
     kv_form: options.KvFormOption = "rotated",
     attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
     graph: GraphOption = True,
+    overwrite: options.OverwriteFileOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Generate text from a prompt"""
     out = Output(json=json, quiet=quiet)
-    if temperature == 0 and seed is not None:
-        raise UsageError("--seed: has no effect at temperature 0, which is greedy", "give a --temperature")
+    _require_seed(seed, temperature)
     sampling, ends = Sampling(temperature, top_k, top_p, min_p), [_unescaped(one) for one in stop or ()]
-    require_seed(seed)
     require_stop(ends)
     mode, experts = require_quantisable(activations, residency), options.size(expert_memory)
     require_expert_memory(experts, residency, device=device)
+    request = requested(kv_bits, kv_text, kv_plan, overwrite)
     let_threads_sleep()
     out.loading()
     require_device(device, residency)
@@ -156,9 +172,7 @@ def command(
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     if task.ids.numel() != likely:  # the kernels that products take depend on it
         prefetch_kernels(out, path, place, residency, task.ids.numel())
-    warn_of_plain_inputs(out, path, (residency,), activations)
-    if place.type == "cpu" and RESIDENCIES[residency].is_slow_on_cpu:
-        out.hint(f"on a CPU {residency} weights run by slow reference code; --residency dense is faster")
+    _warn(out, path, residency, activations, place)
     reset_peak(place)
     began = time.monotonic()
     with out.progress("load", None):
@@ -166,20 +180,42 @@ def command(
             path, device=place, residency=residency, expert_memory=experts, activations=mode, attention=False
         )
     load_seconds = time.monotonic() - began
+    bits, calibration = chosen_bits(out, request, path, model, kv_form)
     layer_bits = choose(model, attention)
     with out.stream() as write:
         generation = generate(
-            model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=options.bits(kv_bits),
-            kv_form=kv_form, on_text=write, loop="auto" if graph else "transformers",
+            model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=bits, kv_form=kv_form,
+            on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     run = GenerationRun(
         generation, text, task.ids.numel(), load_seconds, peak_bytes(place), residency,
         activations_in_use(model),
-        options.bits(kv_bits), layer_bits, {} if layer_bits is None else uses(model), place,
-        memory(model).total.host_bytes,
+        layer_bits, {} if layer_bits is None else uses(model), place,
+        memory(model).total.host_bytes, calibration_json(calibration, kv_plan),
     )  # fmt: skip
+    _give(out, run)
+
+
+def _require_seed(seed: int | None, temperature: float) -> None:
+    """Raise UsageError for a seed that nothing draws with, or that is out of range."""
+    require_seed(seed)
+    if temperature == 0 and seed is not None:
+        raise UsageError("--seed: has no effect at temperature 0, which is greedy", "give a --temperature")
+
+
+def _give(out: Output, run: GenerationRun) -> None:
+    """Say how the text came, and give what a machine reads."""
     show_generation(out, run)
-    out.result(generation_json(run), quiet=generation.text.splitlines())
+    out.result(generation_json(run), quiet=run.generation.text.splitlines())
+
+
+def _warn(
+    out: Output, path: Path, residency: Residency, activations: Activations | None, place: Device
+) -> None:
+    """Say what may surprise: activations that are not quantised, and slow code on a CPU."""
+    warn_of_plain_inputs(out, path, (residency,), activations)
+    if place.type == "cpu" and RESIDENCIES[residency].is_slow_on_cpu:
+        out.hint(f"on a CPU {residency} weights run by slow reference code; --residency dense is faster")
 
 
 def _prompt(argument: str | None, option: str | None) -> str:

@@ -53,12 +53,32 @@ OBJECTS: Mapping[str, Keys] = {
         tokens_per_second : number [tokens/s] - speed of the model without its head; one pass, so without a
         | standard error
         formed            : string or null - why all logits had to be materialised
-        kv_bits           : integer or null - bits of the KV cache
+        kv_bits           : integer or null - bits of the KV cache; null if it was not quantised, or if
+        | keys, values or layers differ
+        kv_layers         : list of (KVLayerBits or null) or null - bits of each layer's keys and values,
+        | null for a layer without any; null if the KV cache was not quantised
         kv_form           : string or null - form of the KV cache: rotated or a4.8
         attention_bits    : list of (integer or null) or null - bits of each layer's attention, null for
         | full precision
         attention_calls   : map of integer - number of attention calls by how they ran
         activations       : Activations or null - how activations of ternary weights were quantised
+    """),
+    "KVLayerBits": keys_of("""
+        keys   : integer - bits of a number in the keys
+        values : integer - bits of a number in the values
+    """),
+    "KVCalibration": keys_of("""
+        max_kld     : number [nats per token] - the limit
+        kld         : Estimate [nats per token] - mean KL divergence on the calibration text, from the model
+        | with its own KV cache
+        stored_bits : number [bits] - bits of a number on average, scales included
+        trials      : list of (number or null) [nats per token] - KL divergence of each choice that was
+        | measured, the last one taken; null if not finite
+        text        : string - the calibration text
+        tokens      : integer - tokens predicted
+        window      : integer [tokens] - length of a window
+        seconds     : number [s] - wall time
+        plan        : string or null - plan file that --kv-plan wrote
     """),
     "Activations": keys_of("""
         mode  : string - b1.58, a4.8, a4.8-fp4 or none
@@ -194,6 +214,8 @@ COMMANDS: Mapping[str, Keys] = {
         processes   : integer or null - processes
         seconds     : number or null [s] - wall time
         versions    : map of string or null - versions of neuzip, Python, torch, transformers
+        kv_calibration : KVCalibration or null - how the bits of the KV cache were chosen, with
+        | --kv-bits auto:KLD
         sparsity    : Sparsity or null - zero activations, with --sparsity
         tasks       : Tasks or null - scores of lm-evaluation-harness, with --tasks
         page        : string or null - page that --report wrote

@@ -23,7 +23,10 @@ OBJECTS: Mapping[str, Keys] = {
         prefill_ratio             : number - prefill speed / that of the dense model
         decode_ratio              : number - decode speed / that of the dense model
         peak_ratio                : number or null - peak memory / that of the dense model
-        kv_bits                   : integer or null - bits of the KV cache
+        kv_bits                   : integer or null - bits of the KV cache; null if it was not quantised, or
+        | if keys, values or layers differ
+        kv_layers                 : list of (KVLayerBits or null) or null - bits of each layer's keys and
+        | values, null for a layer without any; null if the KV cache was not quantised
         cache_bytes               : integer [bytes] - memory of the KV cache
         attention                 : string or null - how the KV cache was read
         attention_bits            : list of (integer or null) or null - bits of each layer's attention, null
@@ -189,7 +192,12 @@ COMMANDS: Mapping[str, Keys] = {
         host_bytes           : integer [bytes] - experts in pinned host memory
         residency            : string - in-memory weight format
         activations          : Activations or null - how activations of ternary weights were quantised
-        kv_bits              : integer or null - bits of the KV cache
+        kv_bits              : integer or null - bits of the KV cache; null if it was not quantised, or if
+        | keys, values or layers differ
+        kv_layers            : list of (KVLayerBits or null) or null - bits of each layer's keys and values,
+        | null for a layer without any; null if the KV cache was not quantised
+        kv_calibration       : KVCalibration or null - how the bits of the KV cache were chosen, with
+        | --kv-bits auto:KLD
         kv_bytes             : integer or null [bytes] - memory of the quantised KV cache
         attention            : string or null - how the KV cache was read
         attention_bits       : list of (integer or null) or null - bits of each layer's attention, null for
@@ -206,6 +214,8 @@ COMMANDS: Mapping[str, Keys] = {
         rounds        : integer - runs of which medians are taken
         compiled      : boolean - whether steps were compiled
         expert_memory : integer or null [bytes] - experts on the GPU at most
+        kv_calibration : KVCalibration or null - how the bits of the KV cache were chosen, with
+        | --kv-bits auto:KLD
         rows          : list of SpeedRow - each in-memory format and batch size
         dtype         : string - dtype the model computed in
         device        : string - where it ran

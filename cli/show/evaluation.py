@@ -16,13 +16,14 @@ from neuzip.cli.show.figures import (
     signed_text,
 )
 from neuzip.cli.text import bytes_text, count_text, seconds_text
+from neuzip.runtime.kv_bits import in_words
 
 if TYPE_CHECKING:
     from neuzip.eval.harness import TaskEvaluation
     from neuzip.eval.measures.conventions import Convention
     from neuzip.eval.measures.divergence import Comparison
     from neuzip.eval.measures.estimates import Estimate
-    from neuzip.eval.measures.perplexity import ConventionScores, Evaluation
+    from neuzip.eval.measures.perplexity import ConventionScores, Evaluation, MeasuredModel
     from neuzip.eval.report.evaluation import EvaluationReport
     from neuzip.runtime.hf.sparsity import Sparsity
 
@@ -40,6 +41,7 @@ def give_result(
     page: Path | None,
     zeros: Sparsity | None = None,
     report: EvaluationReport | None = None,
+    calibration: Mapping[str, object] | None = None,
 ) -> None:
     """What a machine reads: of the text and of the tasks, as far as they came; nothing if neither did."""
     if evaluation is None and scores is None:
@@ -51,6 +53,7 @@ def give_result(
     out.result(
         {
             **measured,
+            "kv_calibration": calibration,
             "sparsity": zeros,
             "tasks": scores,
             "page": page,
@@ -109,9 +112,8 @@ def show_evaluation(out: Output, evaluation: Evaluation) -> None:
     many = "" if e.processes == 1 else f", {e.processes} processes"
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{residency}{_inputs(e)}{many}; {versions}")
-    last = e.models[-1]
-    if last.kv_bits is not None:
-        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(last.kv_bits, last.kv_form)}")
+    if e.models[-1].kv_layers is not None:
+        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1])}")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")
@@ -134,11 +136,13 @@ def _inputs(e: Evaluation) -> str:
     return ", activations " + ", ".join(f"{mode} {name}" for name, mode in zip(_names(e), modes, strict=True))
 
 
-def _kv_text(bits: int, form: str | None) -> str:
-    if form != "a4.8":
-        return f"{bits} bits; the first 4 tokens of a window are not quantised"
-    first = "; the first token of a window keeps 4" if bits == 3 else ""
-    return f"{bits} bits, in the form a4.8{first}"
+def _kv_text(model: MeasuredModel) -> str:
+    assert model.kv_layers is not None
+    bits = in_words(model.kv_layers)
+    if model.kv_form != "a4.8":
+        return f"{bits}; the first 4 tokens of a window are not quantised"
+    first = "; the first token of a window keeps 4" if model.kv_bits == 3 else ""
+    return f"{bits}, in the form a4.8{first}"
 
 
 def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:

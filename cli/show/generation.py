@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from neuzip.cli.output import Output
 from neuzip.cli.show.evaluation import attention_text
 from neuzip.cli.text import bytes_text, count_text, seconds_text
+from neuzip.runtime.kv_bits import in_words, single
 from neuzip.runtime.residencies import Residency
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class GenerationRun:
     attention_bits   bits of each layer's attention, None for full precision; None if no layer is quantised
     attention_calls  number of attention calls by how they ran
     host_bytes       bytes of experts in pinned host memory
+    calibration      how the bits of the KV cache were chosen, None if they were given
     """
 
     generation: Generation
@@ -37,11 +39,11 @@ class GenerationRun:
     peak: int | None
     residency: Residency
     activations: Activations | None
-    kv_bits: int | None
     attention_bits: Sequence[int | None] | None
     attention_calls: Mapping[str, int]
     device: Device
     host_bytes: int
+    calibration: Mapping[str, object] | None = None
 
 
 def show_generation(out: Output, run: GenerationRun) -> None:
@@ -53,9 +55,9 @@ def show_generation(out: Output, run: GenerationRun) -> None:
         out.status(f"experts: {bytes_text(run.host_bytes)} in host memory")
     if run.device.type == "cuda":
         out.status(f"steps {_steps(generation)}")
-    if generation.cache_bytes is not None:
+    if generation.cache_bytes is not None and generation.kv_layers is not None:
         size = bytes_text(generation.cache_bytes)
-        out.status(f"KV cache in {run.kv_bits} bits, {size}; attention: {generation.attention}")
+        out.status(f"KV cache in {in_words(generation.kv_layers)}, {size}; attention: {generation.attention}")
     if run.attention_bits is not None:
         out.status(f"attention: {attention_text(run.attention_bits, run.attention_calls)}")
 
@@ -78,7 +80,9 @@ def generation_json(run: GenerationRun) -> dict[str, object]:
         "host_bytes": run.host_bytes,
         "residency": run.residency,
         "activations": run.activations,
-        "kv_bits": run.kv_bits,
+        "kv_bits": single(generation.kv_layers),
+        "kv_layers": generation.kv_layers,
+        "kv_calibration": run.calibration,
         "kv_bytes": generation.cache_bytes,
         "attention": generation.attention,
         "attention_bits": run.attention_bits,

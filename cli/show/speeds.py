@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from neuzip.cli.output import Output
 from neuzip.cli.show.evaluation import attention_text
 from neuzip.cli.text import bytes_text, count_text, percent_text
+from neuzip.runtime.kv_bits import in_short, in_words
 
 if TYPE_CHECKING:
     from neuzip.runtime.decode.benchmark import BenchmarkPlan, Speed, Speeds
@@ -48,13 +49,13 @@ def show_speeds(out: Output, plan: BenchmarkPlan, speeds: Speeds) -> None:
     if any(row.differing_tokens for row in speeds.rows if row.activations):
         out.text()
         out.text("Quantised activations change the numbers, so different tokens are expected.")
-    if any(row.differing_tokens for row in speeds.rows if row.kv_bits is not None):
+    if any(row.differing_tokens for row in speeds.rows if row.kv_layers is not None):
         out.text()
-        out.text(f"A KV cache of {plan.kv_bits} bits changes the numbers, so different tokens are expected.")
+        out.text("A quantised KV cache changes the numbers, so different tokens are expected.")
     plain = [
         row
         for row in speeds.rows
-        if row.kv_bits is None and row.attention_bits is None and row.activations is None
+        if row.kv_layers is None and row.attention_bits is None and row.activations is None
     ]
     if any(row.differing_tokens for row in plain):
         out.text()
@@ -77,9 +78,9 @@ def _weights(speeds: Speeds) -> str:
 def _caches(speeds: Speeds) -> str:
     """What keys and values take, of the largest batch."""
     rows = [row for row in speeds.rows if row.batch == speeds.rows[-1].batch]
-    plain = next(row.cache_bytes for row in rows if row.kv_bits is None)
-    sizes = {row.kv_bits: row.cache_bytes for row in rows if row.kv_bits is not None}
-    few = ", ".join(f"{bits} bits {bytes_text(n)} ({n / plain:.2f})" for bits, n in sizes.items())
+    plain = next(row.cache_bytes for row in rows if row.kv_layers is None)
+    sizes = {in_words(row.kv_layers): row.cache_bytes for row in rows if row.kv_layers is not None}
+    few = ", ".join(f"{bits} {bytes_text(n)} ({n / plain:.2f})" for bits, n in sizes.items())
     return f"unquantised {bytes_text(plain)}, {few}, at batch {rows[0].batch}"
 
 
@@ -99,7 +100,7 @@ def _name(row: Speed) -> str:
     few = sorted({bits for bits in row.attention_bits or () if bits is not None})
     parts = [
         row.residency,
-        "" if row.kv_bits is None else f"KV {row.kv_bits}",
+        "" if row.kv_layers is None else f"KV {in_short(row.kv_layers)}",
         "" if row.attention_bits is None else f"QK {'/'.join(map(str, few)) or 'full'}",
         "unused" if few and not any(how.endswith(" bits") for how in row.attention_calls) else "",
     ]
@@ -107,7 +108,7 @@ def _name(row: Speed) -> str:
 
 
 def _ratio(row: Speed, ratio: float | None) -> str:
-    is_base = row.residency == "dense" and row.kv_bits is None and row.attention_bits is None
+    is_base = row.residency == "dense" and row.kv_layers is None and row.attention_bits is None
     return "" if ratio is None or is_base else f" ({ratio:.2f})"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,12 @@ from neuzip.eval.measures.divergence import Comparison, Paired, compare
 from neuzip.eval.measures.head import HeadedModel, Predictions
 from neuzip.eval.measures.perplexity import DTYPES
 from neuzip.eval.measures.texts import Text
+from neuzip.eval.measures.windows import TokenWindow
 from neuzip.kernels.linear_cross_entropy import Head
 from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, reset_peak, synchronize
 from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.config import load_config
-from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.decoder import input_device, positions
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.runtime.residency import memory
@@ -66,8 +67,8 @@ class BaselineComparison:
 
     Each window begins with BOS where the tokenizer puts BOS in front of a text. At most `max_tokens` are
     predicted. Attention is not quantised, whatever a checkpoint records. `dtype` "auto" is float32 for dense
-    weights on a CPU, else the checkpoint's own. Raises NeuzipError for what is no model, and UsageError for
-    what it cannot do.
+    weights on a CPU, else the checkpoint's own. A `model` that was loaded from `path` already is taken as it
+    is. Raises NeuzipError for what is no model, and UsageError for what it cannot do.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class BaselineComparison:
         device: AnyDevice = "auto",
         dtype: str = "auto",
         residency: str = "dense",
+        model: PreTrainedModel | None = None,
     ) -> None:
-        self.device = choose_device(device)
+        self.device = choose_device(device) if model is None else input_device(model)
         own = self.device.type != "cpu" or residency != "dense"
         self.dtype = DTYPES[dtype] if dtype != "auto" else None if own else torch.float32
         self.residency = residency
         self.reading = read_tokens(path, text, window, max_tokens)
-        self.model = load_model(path, self.dtype, self.device, attention=False)
+        self.model = load_model(path, self.dtype, self.device, attention=False) if model is None else model
         self.base = _Remembering(self.model)
 
     @property
@@ -137,22 +139,28 @@ class BaselineComparison:
             None if peak is None or before is None else max(0, peak - before),
         )
 
-    def compare(self, other: HeadedModel, on_tokens: OnTokens = lambda count: None) -> Comparison:
-        """Compare a live model with the original. Raises NeuzipError, and NotFinite."""
-        return self._compared(other, on_tokens).summary()
+    def compare(
+        self,
+        other: HeadedModel,
+        on_tokens: OnTokens = lambda count: None,
+        windows: Sequence[TokenWindow] | None = None,
+    ) -> Comparison:
+        """Compare a live model with the original, on `windows` or on all. Raises NeuzipError, NotFinite."""
+        return self._compared(other, on_tokens, windows).summary()
 
-    def _compared(self, other: HeadedModel, on_tokens: OnTokens) -> Paired:
+    def _compared(
+        self, other: HeadedModel, on_tokens: OnTokens, windows: Sequence[TokenWindow] | None
+    ) -> Paired:
         """Compare with the original, which forms its logits for this one only, if it has to."""
         reading, formed = self.reading, self.base.formed
+        parts = (reading.windows, reading.blocks) if windows is None else (windows, None)
         try:
-            return compare(
-                self.base, other, reading.ids, reading.windows, reading.blocks, on_tokens=on_tokens
-            )
+            return compare(self.base, other, reading.ids, *parts, on_tokens=on_tokens)
         except NeuzipError as failure:
             if other.vocabulary != self.base.vocabulary:
                 raise
             self.base.formed = formed
-            compare(self.base, self.base, reading.ids, reading.windows, reading.blocks)  # is it the original?
+            compare(self.base, self.base, reading.ids, *parts)  # is it the original?
             raise NotFinite(failure.message, failure.hint) from failure
         finally:
             self.base.formed = formed

@@ -28,6 +28,7 @@ from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import HeadForm
+from neuzip.runtime.kv_bits import BitsArgument
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
 
 if TYPE_CHECKING:
@@ -64,13 +65,17 @@ class HeadedModel:
     """A loaded causal language model whose logits are not formed.
 
     `formed` is why they are after all, in words, or None. `seconds` and `fed` add up the time that the model
-    took up to its hidden states, and the tokens that it was fed. With `kv_bits` every token attends to keys
-    and values in as many bits, its own included, as decoding would keep them; the first of each window is the
-    text's first. Raises NeuzipError if the model keeps something else.
+    took up to its hidden states, and the tokens that it was fed. With `kv_bits`, as `KVCache` takes them,
+    every token attends to quantised keys and values, its own included, as decoding would keep them; the first
+    of each window is the text's first. Raises NeuzipError if the model keeps something else.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, kv_bits: int | None = None, kv_form: KvForm | HeadForm = "rotated"
+        self,
+        model: PreTrainedModel,
+        *,
+        kv_bits: BitsArgument | None = None,
+        kv_form: KvForm | HeadForm = "rotated",
     ) -> None:
         self.model = model
         self.kv_bits, self.kv_form = kv_bits, kv_form
@@ -140,14 +145,20 @@ class HeadedModel:
         return time.perf_counter()
 
     def _run(self, ids: Tensor) -> Tensor:
-        options: dict[str, Any] = {"use_cache": False}
-        if self.kv_bits is not None:
-            cache = KVCache(self.model.config, self.kv_bits, form=self.kv_form)
-            options = {"use_cache": True, "past_key_values": cache}
+        cache = self.kv_cache()
+        options: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is not None:
+            options["past_key_values"] = cache
         logits: Tensor = self.model(input_ids=ids.to(self.device), **options).logits
-        if self.kv_bits is not None:
+        if cache is not None:
             cache.require_use(self.name)
         return logits
+
+    def kv_cache(self) -> KVCache | None:
+        """An empty cache for one call of the model, None if keys and values stay as they are."""
+        if self.kv_bits is None:
+            return None
+        return KVCache(self.model.config, self.kv_bits, form=self.kv_form)
 
     def _hidden(self, seen: list[Tensor], ids: Tensor) -> Tensor:
         """The inputs of the output embedding, [B * T, D], on the device of the head."""

@@ -40,6 +40,7 @@ from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.hf.ternary_layers import activations_in_use
 from neuzip.runtime.hf.tokenizer import load_tokenizer
+from neuzip.runtime.kv_bits import BitsArgument, Layers, single
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residency import memory
 
@@ -92,10 +93,11 @@ class MeasuredModel:
     """A model as it was measured. `weight_bytes` is what its parameters take in memory.
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
-    to form logits, or None. `kv_bits` are those of its keys and values, in the form `kv_form`, None if they
-    are as they were. `attention_bits` are those of each layer's attention, None where nothing is quantised,
-    and `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers
-    are quantised, None if they are not.
+    to form logits, or None. `kv_layers` are the bits of its keys and values in each layer, in the form
+    `kv_form`, None if they are as they were, and `kv_bits` those of all if they are the same.
+    `attention_bits` are those of each layer's attention, None where nothing is quantised, and
+    `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers are
+    quantised, None if they are not.
     """
 
     path: str
@@ -104,6 +106,7 @@ class MeasuredModel:
     tokens_per_second: float
     formed: str | None
     kv_bits: int | None = None
+    kv_layers: Layers | None = None
     kv_form: KvForm | None = None
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
@@ -155,10 +158,10 @@ class EvaluationTask:
     """A text under conventions, for some models: what `prepare` makes and `evaluate` does.
 
     `compared` is the reading under which models are compared: the first of `readings`, or the reading "bos"
-    where the tokenizer puts BOS in front of a text and windows of the first begin without it.
-    `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits`
-    are those of the last checkpoint's keys and values, in the form `kv_form`, `activations` its mode where
-    weights are ternary, and `attention` how it attends; all others do as they record.
+    where the tokenizer puts BOS in front of a text and windows of the first begin without it. `device` is a
+    torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits` are those of
+    the last checkpoint's keys and values, in the form `kv_form`, `activations` its mode where weights are
+    ternary, and `attention` how it attends; all others do as they record.
     """
 
     paths: tuple[Path, ...]
@@ -169,7 +172,7 @@ class EvaluationTask:
     device: torch.device | str
     dtype: torch.dtype | None
     residency: str
-    kv_bits: int | None = None
+    kv_bits: BitsArgument | None = None
     activations: str | None = None
     attention: AttentionChoice = "recorded"
     expert_memory: int | None = None
@@ -208,7 +211,7 @@ def prepare(
     dtype: str = "auto",
     residency: str = "dense",
     activations: str | None = None,
-    kv_bits: int | None = None,
+    kv_bits: BitsArgument | None = None,
     kv_form: KvForm = "rotated",
     attention: AttentionChoice = "recorded",
     expert_memory: int | None = None,
@@ -373,14 +376,17 @@ def load(task: EvaluationTask, number: int) -> PreTrainedModel:
 def _described(task: EvaluationTask, model: HeadedModel, ranks: Ranks) -> MeasuredModel:
     work = ranks.all_gather((model.fed, model.seconds))
     fed, seconds = sum(fed for fed, _ in work), max(seconds for _, seconds in work)
+    cache = model.kv_cache()
+    layers = None if cache is None else cache.bits
     return MeasuredModel(
         path=model.name,
         dtype=str(model.dtype).removeprefix("torch."),
         weight_bytes=memory(model.model).total.stored_bytes,
         tokens_per_second=fed / seconds if seconds else math.inf,
         formed=model.formed,
-        kv_bits=model.kv_bits,
-        kv_form=task.kv_form if model.kv_bits else None,
+        kv_bits=single(layers),
+        kv_layers=layers,
+        kv_form=None if layers is None else task.kv_form,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
         activations=activations_in_use(model.model),

@@ -33,6 +33,7 @@ from neuzip.runtime.hf.experts import has_single_experts
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.hf.ternary_layers import activations_in_use
+from neuzip.runtime.kv_bits import BitsArgument, Layers, single
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES
 from neuzip.runtime.residency import memory, require_expert_places, require_places
@@ -65,11 +66,12 @@ class Speed:
     host memory beside that. `peak_bytes` is the most that loading and the run took, of the GPUs' memory, or
     of the process on a CPU, None where the system does not tell. Ratios are to the dense model.
     `differing_tokens` of `tokens` are not its tokens; texts part after `same_tokens` at the earliest. Keys
-    and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they are
-    read. Layers attend in `attention_bits`, None as they would; of the calls `attention_calls` says how many
-    were done in which way. `activations` is how inputs of ternary layers are quantised, None if not. Steps,
-    not prompts, were `compiled` by torch.compile, those of the dense model as well. `decode_spread` is how
-    far apart the medians of single runs are, as a share.
+    and values of each layer are kept in `kv_layers`, None as they are, which is `kv_bits` if all have the
+    same, and take `cache_bytes`; `attention` says how they are read. Layers attend in `attention_bits`, None
+    as they would; of the calls `attention_calls` says how many were done in which way. `activations` is how
+    inputs of ternary layers are quantised, None if not. Steps, not prompts, were `compiled` by torch.compile,
+    those of the dense model as well. `decode_spread` is how far apart the medians of single runs are, as a
+    share.
     """
 
     residency: str
@@ -87,6 +89,7 @@ class Speed:
     decode_ratio: float = 1.0
     peak_ratio: float | None = 1.0
     kv_bits: int | None = None
+    kv_layers: Layers | None = None
     cache_bytes: int = 0
     attention: str | None = None
     attention_bits: tuple[int | None, ...] | None = None
@@ -112,7 +115,7 @@ class BenchmarkPlan:
     rounds: int
     device: torch.device
     graph: bool
-    kv_bits: int | None = None
+    kv_bits: BitsArgument | None = None
     attention: AttentionChoice = "none"
     compiled: bool = False
     expert_memory: int | None = None
@@ -125,7 +128,7 @@ class BenchmarkPlan:
         return ("none",) if self.attention == "none" else ("none", self.attention)
 
     @property
-    def caches(self) -> tuple[int | None, ...]:
+    def caches(self) -> tuple[BitsArgument | None, ...]:
         """In how many bits keys and values are kept, one after the other; None is as they are."""
         return (None,) if self.kv_bits is None else (None, self.kv_bits)
 
@@ -157,7 +160,7 @@ def make_plan(
     rounds: int = 3,
     device: torch.device,
     graph: bool = True,
-    kv_bits: int | None = None,
+    kv_bits: BitsArgument | None = None,
     kv_form: KvForm = "rotated",
     attention: AttentionChoice = "recorded",
     compiled: bool = False,
@@ -313,7 +316,7 @@ def _measure_batch(
     model: PreTrainedModel,
     residency: str,
     batch: int,
-    kv_bits: int | None,
+    kv_bits: BitsArgument | None,
     on_run: OnRun,
 ) -> tuple[Speed, torch.Tensor]:
     free_memory()
@@ -348,7 +351,8 @@ def _measure_batch(
             decode_tokens_per_second=batch / statistics.median(steps),
             peak_bytes=peak_bytes(plan.device),
             tokens=runs[-1].tokens.numel(),
-            kv_bits=kv_bits,
+            kv_bits=single(decoder.kv_layers),
+            kv_layers=decoder.kv_layers,
             cache_bytes=decoder.cache_bytes,
             attention=decoder.attention,
             activations=activations_in_use(model),

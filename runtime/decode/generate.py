@@ -28,6 +28,7 @@ from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.messages import quiet_transformers, reason_of
 from neuzip.runtime.hf.tokenizer import naming_tokenizer
+from neuzip.runtime.kv_bits import BitsArgument, Layers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -66,9 +67,10 @@ class Generation:
 
     `tokens` are all new tokens, including those of a stop string. `seconds` and `first_token_seconds` count
     from the start of the call. `finish_reason` is "length" if the limit of new tokens ended the text, else
-    "stop". For a quantised KV cache, `cache_bytes` is its final size, and `attention` says how attention read
-    it. `graphed` says whether steps ran as a CUDA graph; if not, `not_graphed` says why. `capture_seconds`
-    passed behind the first token until the steps were captured in that graph.
+    "stop". For a quantised KV cache, `cache_bytes` is its final size, `attention` says how attention read it,
+    and `kv_layers` has the bits of each layer. `graphed` says whether steps ran as a CUDA graph; if not,
+    `not_graphed` says why. `capture_seconds` passed behind the first token until the steps were captured in
+    that graph.
     """
 
     text: str
@@ -81,6 +83,7 @@ class Generation:
     graphed: bool = False
     not_graphed: str | None = None
     capture_seconds: float = 0.0
+    kv_layers: Layers | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -97,7 +100,7 @@ def generate(
     sampling: Sampling | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
-    kv_bits: int | None = None,
+    kv_bits: BitsArgument | None = None,
     kv_form: KvForm = "rotated",
     on_text: OnText = lambda text: None,
     loop: Loop = "auto",
@@ -107,8 +110,8 @@ def generate(
     The text ends where the model ends it, or before the first of the strings `stop`.
 
     `sampling` says how tokens are chosen: greedily without it. The same `seed` draws the same tokens, and no
-    other random number generator is seeded. `kv_bits` are the bits of the KV cache, None for the model's own,
-    and `kv_form` is its form, as in `KVCache`.
+    other random number generator is seeded. `kv_bits` are the bits of the KV cache and `kv_form` its form, as
+    `KVCache` takes them, None for the model's own.
 
     `loop` "transformers" is that of transformers, "static" a `GreedyDecoder`, on a GPU with its steps in a
     CUDA graph, and with memory for all tokens from the start. "auto" is the latter on one GPU, but for models
@@ -135,20 +138,32 @@ def generate(
             if decoder is not None:
                 tokens, failure, capture = _decode(decoder, chosen, prompt, sampling, stream)
                 reason = ONE_TOKEN if decoder.waits else failure or reason
-                cache = None if kv_bits is None else (decoder.cache_bytes, decoder.attention)
+                cache = (
+                    None if kv_bits is None else (decoder.cache_bytes, decoder.attention, decoder.kv_layers)
+                )
             else:
                 tokens, cache = _by_transformers(model, prompt, sampling, kv_bits, kv_form, stream)
     seconds = time.perf_counter() - began
     finish: Finish
     text, first = "".join(stream.parts), (stream.first or began + seconds) - began
-    cache_bytes, attention = cache or (None, None)
+    cache_bytes, attention, kv_layers = cache or (None, None, None)
     graphed = decoder is not None and decoder.graphed
     if stream.stopped_after is not None:
         tokens, finish = tokens[: stream.stopped_after], "stop"
     else:
         finish = _finish(tokens, prompt, model.generation_config)
     return Generation(
-        text, tuple(tokens), seconds, first, finish, cache_bytes, attention, graphed, reason, capture
+        text,
+        tuple(tokens),
+        seconds,
+        first,
+        finish,
+        cache_bytes,
+        attention,
+        graphed,
+        reason,
+        capture,
+        kv_layers,
     )
 
 
@@ -180,7 +195,7 @@ def _asked_for(config: GenerationConfig) -> str | None:
 
 
 def _decoder(
-    model: PreTrainedModel, prompt: Prompt, kv_bits: int | None, kv_form: KvForm, loop: Loop
+    model: PreTrainedModel, prompt: Prompt, kv_bits: BitsArgument | None, kv_form: KvForm, loop: Loop
 ) -> tuple[GreedyDecoder | None, str | None]:
     """The decoder of a prompt, None for transformers' loop; and why its steps are no graph."""
     if loop not in get_args(Loop):
@@ -294,11 +309,11 @@ def _by_transformers(
     model: PreTrainedModel,
     prompt: Prompt,
     sampling: Sampling,
-    kv_bits: int | None,
+    kv_bits: BitsArgument | None,
     kv_form: KvForm,
     stream: TextStream,
-) -> tuple[list[int], tuple[int, str] | None]:
-    """The new tokens, told as they come; of a cache in few bits its bytes, and how it was read."""
+) -> tuple[list[int], tuple[int, str, Layers] | None]:
+    """The new tokens, told as they come; of a cache in few bits its bytes, how it was read, and its bits."""
     ids = prompt.ids.to(input_device(model))
     ends = model.generation_config.eos_token_id
     padding = model.generation_config.pad_token_id
@@ -323,7 +338,7 @@ def _by_transformers(
     if cache is None:
         return tokens, None
     cache.require_use(type(model).__name__)
-    return tokens, (cache.nbytes, cache.how)
+    return tokens, (cache.nbytes, cache.how, cache.bits)
 
 
 class _StreamStopped(StoppingCriteria):

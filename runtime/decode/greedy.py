@@ -28,6 +28,7 @@ from neuzip.runtime.hf.kv_layers import StaticKVLayer
 from neuzip.runtime.hf.messages import reason_of
 from neuzip.runtime.hf.probes import same_bits
 from neuzip.runtime.hf.static_cache import FixedLayer, TokenPositions, can_pad, static_cache
+from neuzip.runtime.kv_bits import BitsArgument, Layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,9 +121,9 @@ class GreedyDecoder:
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
     With `later` the first prompt comes first, and `capture` captures: the first token need not wait for that.
-    With `kv_bits` keys and values are kept in as many bits, in the form `kv_form`, and nothing is put off.
-    Without `fuse` a graph has the kernels that the model's own code launches: see `fused_step`, and
-    `static_cache` of heads that no fused attention takes.
+    With `kv_bits`, in the form `kv_form`, as `KVCache` takes them, keys and values are quantised, and nothing
+    is put off. Without `fuse` a graph has the kernels that the model's own code launches: see `fused_step`,
+    and `static_cache` of heads that no fused attention takes.
 
     With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
     products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
@@ -137,7 +138,7 @@ class GreedyDecoder:
         max_length: int,
         *,
         graph: bool = True,
-        kv_bits: int | None = None,
+        kv_bits: BitsArgument | None = None,
         kv_form: KvForm = "rotated",
         compiled: bool = False,
         fuse: bool = True,
@@ -210,6 +211,11 @@ class GreedyDecoder:
             return self._cache.nbytes
         states = [getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values")]
         return sum(tensor.nbytes for tensor in states if isinstance(tensor, torch.Tensor))
+
+    @property
+    def kv_layers(self) -> Layers | None:
+        """Bits of the keys and values of each layer, None if they are as they were."""
+        return self._cache.bits if isinstance(self._cache, KVCache) else None
 
     @property
     def attention(self) -> str | None:

@@ -46,6 +46,7 @@ from neuzip.runtime.hf.kv_layers import (
 )
 from neuzip.runtime.hf.rotary import still_channels
 from neuzip.runtime.hf.static_cache import TokenPositions
+from neuzip.runtime.kv_bits import WHAT_THERE_IS, BitsArgument, as_bits
 from neuzip.runtime.residencies import in_words
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class KVCache(Cache):
     """A quantised KV cache for transformers, given as `past_key_values` to a model or its `generate`.
 
     config          the config of the model
-    bits            bits per key or value, 1 to 8
+    bits            bits per key or value: 1 to 8; "8/4" for keys/values; a pair of numbers for each layer,
+                    None for one without keys and values; or a plan file, see `choose_kv_bits`
     max_length      number of tokens for which memory is allocated at once; None lets the cache grow. Further
                     tokens raise IndexError on a CPU. A GPU drops them silently, as a check costs time
     form            "rotated" suits models whose keys have outlier channels; "a4.8" stores one scale per token
@@ -69,45 +71,52 @@ class KVCache(Cache):
     places          positions of the new tokens in their sequences, only with `max_length`; None means that
                     the cache counts the tokens
 
-    Raises UsageError for other bits, and NeuzipError for a model whose layers cache anything but keys and
-    values.
+    `bits` of the cache are those of each layer. Raises UsageError for other bits, and NeuzipError for a model
+    whose layers cache anything but keys and values.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        bits: int,
+        bits: BitsArgument,
         *,
         max_length: int | None = None,
         form: KvForm | HeadForm = "rotated",
         attention_mask: Tensor | None = None,
         places: TokenPositions | None = None,
     ) -> None:
-        if not 1 <= bits <= 8:
-            raise UsageError(f"`bits={bits!r}`: keys and values have 1 to 8 bits", "give 3, 4 or 8")
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
         if isinstance(form, str) and form not in FORMS:
             raise UsageError(f"`form={form!r}`: is no form of a KV cache", f"give {in_words(FORMS)}")
         heads = FORMS[form] if isinstance(form, str) else form
-        self.form = CacheFormat(bits, heads, first)  # a layer that knew its cache would keep it alive
+        self.form = CacheFormat(heads, first)  # a layer that knew its cache would keep it alive
         self._places = places
         self._model: tuple[weakref.ref[PreTrainedModel], str | None] | None = None
         text_config = config.get_text_config(decoder=True)
+        plain = DynamicCache(config=text_config).layers
+        self.bits = tuple(
+            None if type(layer).__name__ in STATELESS else pair
+            for layer, pair in zip(plain, as_bits(bits, "bits").of(len(plain), "bits"), strict=True)
+        )
         layers: list[Any] = [
-            self._layer(layer, index, text_config, max_length)
-            for index, layer in enumerate(DynamicCache(config=text_config).layers)
+            self._layer(layer, index, text_config, max_length) for index, layer in enumerate(plain)
         ]
         super().__init__(layers=layers)
 
     def _layer(self, layer: object, index: int, config: PreTrainedConfig, max_length: int | None) -> object:
         """What stands in the place of a layer that transformers would take."""
+        bits = self.bits[index]
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            if bits is None:
+                raise UsageError(
+                    f"`kv_bits`: no bits for the keys and values of layer {index}", WHAT_THERE_IS
+                )
             still = None
             if self.form.heads.still_wavelength < math.inf:
                 still = partial(still_channels, config, index, self.form.heads.still_wavelength)
             if max_length is not None:
-                return StaticKVLayer(self.form, max_length, self._places, still)
-            return KVLayer(self.form, getattr(layer, "sliding_window", None), still)
+                return StaticKVLayer(self.form, bits, max_length, self._places, still)
+            return KVLayer(self.form, bits, getattr(layer, "sliding_window", None), still)
         if type(layer).__name__ in STATELESS:
             return layer
         raise NeuzipError(
@@ -135,7 +144,7 @@ class KVCache(Cache):
     def _not_readable(self, model: PreTrainedModel) -> str | None:
         """Why no kernel reads what is packed, in words; None if one does."""
         if self.form.heads != FORMS["a4.8"]:
-            return "no kernel reads rotated heads yet"
+            return "attention over rotated heads has not been verified on a GPU yet"
         return not_readable(model)
 
     @contextmanager

@@ -15,6 +15,7 @@ from neuzip.choices import KvForm
 from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
 from neuzip.runtime.hf.static_cache import TokenPositions
+from neuzip.runtime.kv_bits import LayerBits
 
 GROWTH = 256
 """Tokens by which a layer grows."""
@@ -55,7 +56,6 @@ class CacheFormat:
     reads_packed  whether attention now takes what is packed, and `how` it is read, in words
     """
 
-    bits: int
     heads: HeadForm
     first: Tensor | None
     reads_packed: bool = False
@@ -69,11 +69,13 @@ class CacheFormat:
             raise ValueError(f"{batch} texts, and a mask of {self.first.shape[0]}")
         return self.first.repeat_interleave(batch // self.first.shape[0])
 
-    def allocate(self, states: Tensor, tokens: int, group: int | None, still: Tensor | None) -> Heads:
+    def allocate(
+        self, states: Tensor, tokens: int, bits: int, group: int | None, still: Tensor | None
+    ) -> Heads:
         """Memory for so many tokens like `states` [B, H, T, width]; for the others see `kernels.empty`."""
         batch, heads, _, width = states.shape
         return kernels.empty(
-            (batch, heads, tokens, width), self.bits,
+            (batch, heads, tokens, width), bits,
             group=group, whole=self.heads.whole, still=still, dtype=states.dtype, device=states.device,
         )  # fmt: skip
 
@@ -115,10 +117,14 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     max_length = -1
 
     def __init__(
-        self, form: CacheFormat, window: int | None = None, still: Callable[[int], Tensor] | None = None
+        self,
+        form: CacheFormat,
+        bits: LayerBits,
+        window: int | None = None,
+        still: Callable[[int], Tensor] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.form, self.window, self.still = form, window, still
+        self.form, self.bits, self.window, self.still = form, bits, window, still
         self.is_sliding = window is not None
         self.record_past = False
         self.key_heads: Heads | None = None
@@ -148,8 +154,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         tokens = max(self.max_length, 0)
         form = self.form.heads
         still = None if self.still is None else self.still(key_states.shape[3])
-        self.key_heads = self.form.allocate(key_states, tokens, form.key_group, still)
-        self.value_heads = self.form.allocate(value_states, tokens, form.value_group, None)
+        self.key_heads = self.form.allocate(key_states, tokens, self.bits.keys, form.key_group, still)
+        self.value_heads = self.form.allocate(value_states, tokens, self.bits.values, form.value_group, None)
         self.is_initialized = True
 
     def update(  # type: ignore[override]
@@ -197,7 +203,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         wanted = -(-(live + tokens) // GROWTH) * GROWTH
         moved = []
         for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            larger = self.form.allocate(states, wanted, heads.group, heads.still)
+            larger = self.form.allocate(states, wanted, heads.bits, heads.group, heads.still)
             larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
             moved.append(larger)
         self.key_heads, self.value_heads = moved
@@ -282,11 +288,12 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         form: CacheFormat,
+        bits: LayerBits,
         max_length: int,
         places: TokenPositions | None = None,
         still: Callable[[int], Tensor] | None = None,
     ) -> None:
-        super().__init__(form, still=still)
+        super().__init__(form, bits, still=still)
         self.max_length, self.places = max_length, places
         self.length: Tensor | None = None
 

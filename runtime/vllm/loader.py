@@ -194,7 +194,8 @@ def memory_of(model: nn.Module) -> str:
     of_codes = f", {codes} of them as the codes of quantized weights" if codes else ""
     dense = sum(weight.shape[0] * weight.shape[1] * weight.dtype.itemsize for weight in packed)
     nbytes = sum(weight.nbytes for weight in packed)
-    return f"{len(packed)} weights are packed, in {nbytes / 1e6:,.1f} MB instead of {dense / 1e6:,.1f} MB{of_codes}"
+    sizes = f"{nbytes / 1e6:,.1f} MB instead of {dense / 1e6:,.1f} MB"
+    return f"{len(packed)} weights are packed, in {sizes}{of_codes}"
 
 
 def _device() -> torch.device:

@@ -39,7 +39,7 @@ REQUIRED = {
     "ternarize": ["SRC", "DST"], "recover": ["SRC", "--text", "T", "-o", "O"],
     "patch-attention": ["SRC", "DST", "--text", "T"], "layers": ["SRC", "--text", "T"],
     "experts": ["SRC", "--text", "T"],
-    "export": ["SRC", "DST"],
+    "export": ["SRC", "DST"], "generate": ["SRC", "PROMPT"], "bench": ["SRC"],
 }  # fmt: skip
 """What each command needs besides an option that is tried."""
 
@@ -159,7 +159,7 @@ SAMPLES = {
     "--ternary-quantizer": "least-squares", "--ternary-group": "row", "--ternary-packing": "2bit",
     "--activations": "none", "--attention": "8bit", "--choice": "block", "--drop": "1", "--window": "9",
     "--stride": "9", "--max-tokens": "4096", "--kv-bits": "8", "--limit": "9", "--gguf-type": "q2_0",
-    "--linear-class": "bitlinear", "--mode": "online", "--max-kld": "1",
+    "--kv-form": "a4.8", "--linear-class": "bitlinear", "--mode": "online", "--max-kld": "1",
     "--bits": "4", "--scheme": "rounded", "--calibration": "none",
 }  # fmt: skip
 """Values that are not the default; other options take any, or none."""
@@ -191,9 +191,10 @@ def test_options_that_would_be_ignored_are_refused(
     assert (said.exit_code, said.stdout, heard) == (2, "", {})
     assert said.stderr.startswith(f"error: {option} has no effect without ") and other in said.stderr
     assert f"or leave out {option}" in said.stderr.splitlines()[1]
-    more = _asked(other)
-    if needs := _needs(verb).get(more[0]):
+    more, name = _asked(other), other.partition(" ")[0]
+    while needs := _needs(verb).get(name):
         more += _asked(needs[0])
+        name = needs[0].partition(" ")[0]
     assert neuzip(verb, *REQUIRED[verb], *more, *_asked(option)).exit_code == 0
     assert heard
 
@@ -284,7 +285,8 @@ def test_verbose_adds_the_traceback_before_and_after_the_verb(
         "layers a --text demo -o b", "layers a --text demo --overwrite", "ternarize a b --max-tokens 999",
         "recover a --text t -o b --steps 1 --max-tokens 99", "export a b.gguf --to gguf --mode online",
         "export a b --to compressed-tensors --gguf-type q2_0", "train run.toml --resume --overwrite",
-        "generate a hello --seed 1",
+        "generate a hello --seed 1", "generate a hello --kv-text b", "bench a --kv-plan b",
+        "generate a hello --kv-bits 4 --kv-text b", "bench a --kv-bits 4 --kv-plan b",
     ],
 )  # fmt: skip
 def test_no_option_is_ignored(line: str, neuzip: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -52,6 +52,7 @@ from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import BY_A_KERNEL
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.rotary import still_channels
+from neuzip.runtime.kv_bits import LayerBits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -795,7 +796,7 @@ def test_generate_says_what_its_cache_took(neuzip):
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu"
     )
     assert "KV cache in 4 bits, " in said.stderr
-    assert "attention: dequantised, then the model's own attention: no kernel reads" in said.stderr
+    assert "attention: dequantised, then the model's own attention: attention over rotated" in said.stderr
     answer = neuzip(
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu",
         "--json",
@@ -823,9 +824,9 @@ def test_bench_measures_both_caches(neuzip):
             ("eval", CHECKPOINT, "--text", "demo", "--tasks", "x", "--kv-bits", "3"),
             "--kv-bits 3 does not apply to --tasks",
         ),
-        (("generate", CHECKPOINT, "--prompt", "x", "--kv-bits", "5"), "'5' is not one of"),
+        (("generate", CHECKPOINT, "--prompt", "x", "--kv-bits", "9"), "have 1 to 8 bits, not 9"),
     ],
-    ids=["tasks", "five"],
+    ids=["tasks", "nine"],
 )
 def test_wrong_use(arguments: tuple[Any, ...], message: str, neuzip):
     said = neuzip(*arguments)
@@ -922,7 +923,7 @@ def test_what_does_not_fit_is_dropped(device: torch.device):
 
 
 def test_what_a_window_let_go_of_cannot_come_back():
-    layer = kv_layers.KVLayer(kv_layers.CacheFormat(8, torch.bfloat16, None), 3)
+    layer = kv_layers.KVLayer(kv_layers.CacheFormat(kv_layers.FORMS["rotated"], None), LayerBits(8, 8), 3)
     layer.update(torch.randn(1, 1, 7, 32), torch.randn(1, 1, 7, 32))
     layer.activate_past_recording()
     with pytest.raises(RuntimeError, match="the last 3 of 7 tokens cannot be taken off"):

@@ -19,6 +19,7 @@ from neuzip.kernels.quantizers.kv_groups import COVER, SCALE_NAN, scales
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import FORMS, CacheFormat, KVLayer, StaticKVLayer
 from neuzip.runtime.hf.rotary import still_channels
+from neuzip.runtime.kv_bits import LayerBits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,7 +213,7 @@ def test_layers_of_all_kinds_keep_the_same_bits(name: Any, bits: int, monkeypatc
         return still_channels(config, 0, 1024.0, width)
 
     def made(kind: type[KVLayer], parts: list[int], *options: Any) -> tuple[Tensor, Tensor]:
-        layer = kind(CacheFormat(bits, FORMS[name], first), *options, still=still)
+        layer = kind(CacheFormat(FORMS[name], first), LayerBits(bits, bits), *options, still=still)
         for k, v in zip(keys.split(parts, 2), values.split(parts, 2), strict=True):
             shown = layer.update(k, v)
         return tuple(x[:, :, :40][:, :, -8:] for x in shown)  # type: ignore[return-value, union-attr]

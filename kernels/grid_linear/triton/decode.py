@@ -81,6 +81,7 @@ def _decode_rows(
     at = (n // 16).to(tl.int64) * (WIDTH * C * 16) + n % 8 * 2 + n % 16 // 8
     to = dense + place.to(tl.int64) * K
     begin = tl.program_id(1) * (4 * WARPS)
+    nothing = tl.zeros([32 * WARPS], tl.int32)  # escapes come behind the barrier
     for word in range(0, 4 * WARPS, AT_ONCE):
         c = begin + word + lane
         inside = c < C
@@ -91,7 +92,9 @@ def _decode_rows(
         factors = load_factors(column_factors, tl.minimum(c, C - 1), COLUMNS)
         column, whole = columns_of_word(c, C)
         for g in tl.static_range(8):
-            pairs = weights_of(group, step, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
+            pairs = weights_of(
+                group, step, factors, (nothing, nothing), WIDTH, TERMS, COLUMNS, HALF, g, COMPILED
+            )
             for half in tl.static_range(2):
                 k = column + tl.where(whole, 16 * g + 8 * half, 4 * g + 2 * half)
                 pair = tl.where(known, pairs[half], 0x7E007E00 if HALF else 0x7FC07FC0)

@@ -110,8 +110,8 @@ def _multiply_next(
     added = ()
     for g in tl.static_range(8):
         of_a, of_b = patches_of(patches, g, W, COMPILED)
-        a0, a2 = weights_of(a, step_a, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED, of_a)
-        a1, a3 = weights_of(b, step_b, factors, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED, of_b)
+        a0, a2 = weights_of(a, step_a, factors, of_a, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
+        a1, a3 = weights_of(b, step_b, factors, of_b, WIDTH, TERMS, COLUMNS, HALF, g, COMPILED)
         added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, COMPILED),)
     return added
 

@@ -84,13 +84,13 @@ def load_step(row_steps, row_terms, n, TERMS: tl.constexpr):
 
 @triton.jit
 def weights_of(
-    words, step, factors, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
-    G: tl.constexpr, COMPILED: tl.constexpr, patches=(0, 0),
+    words, step, factors, patches, WIDTH: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr,
+    HALF: tl.constexpr, G: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Slots 4 G and 4 G + 1, and the next two, of a row: pairs of 16-bit numbers, with their escapes.
 
     TERMS: bf16 arithmetic makes them, see `terms`, and else fp32 arithmetic. `patches` are the escapes in
-    both pairs. Without patches escapes are 0.
+    both pairs, int32; where a patch is 0, so is the escape.
     """
     if TERMS:
         pairs = (

@@ -121,7 +121,7 @@ def raised_bases(logits, bases, sums, COMPILED: tl.constexpr):
         tile = ()
         for m in tl.static_range(len(sums[n])):
             c0, c1, c2, c3 = sums[n][m]
-            tile += ((c0 * factors[0], c1 * factors[1], c2 * factors[0], c3 * factors[1]),)
+            tile += ((c0 * factors[0], c1 * factors[1], c2 * factors[0], c3 * factors[1]),)  # type: ignore[misc]
         shrunk += (tile,)
     return raised, shrunk
 
@@ -177,7 +177,7 @@ def with_values(
                     numbers = code_numbers(codes[u][two], CODE_BITS, HALF, COMPILED)
                     scale, middle = factors[u]
                     operands += (scaled_numbers(numbers, scale, middle, BITS, CODE_BITS, HALF, COMPILED),)
-                a = operands[0][0], operands[0][1], operands[1][0], operands[1][1]
+                a = operands[0][0], operands[0][1], operands[1][0], operands[1][1]  # type: ignore[misc]
                 added = _with_product(added, a, weights, 4 * CHUNKS * i + 2 * g + two, HALF, COMPILED)
     return added
 
