@@ -923,11 +923,7 @@ def test_what_does_not_fit_is_dropped(device: torch.device):
 
 
 def test_what_a_window_let_go_of_cannot_come_back():
-<<<<<<< HEAD
     layer = kv_layers.KVLayer(kv_layers.CacheFormat(kv_layers.FORMS["rotated"], None), LayerBits(8, 8), 3)
-=======
-    layer = kv_layers.KVLayer(kv_layers.CacheFormat(8, kv_layers.FORMS["rotated"], None), 3)
->>>>>>> refs/heads/kvform
     layer.update(torch.randn(1, 1, 7, 32), torch.randn(1, 1, 7, 32))
     layer.activate_past_recording()
     with pytest.raises(RuntimeError, match="the last 3 of 7 tokens cannot be taken off"):
