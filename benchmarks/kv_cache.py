@@ -1,36 +1,59 @@
-"""Keys and values in 8, 4 and 3 bits: perplexity, and divergence from the same model with them as they are.
+"""Keys and values in few bits: perplexity, and divergence from the same model with them as they are.
 
-    python benchmarks/kv_cache.py NAME CHECKPOINT TEXT [--max-tokens N] [--device D]
+    python benchmarks/kv_cache.py NAME CHECKPOINT TEXT
+        [--max-tokens N] [--window N] [--bits 8,4] [--forms A,B] [--device D] [--parts P]
 
     python benchmarks/kv_cache.py demo eval/demo/checkpoint demo
     python benchmarks/kv_cache.py wikilm-26m $NEUZIP_DATA/wikilm-26m $NEUZIP_DATA/wikitext-2/wiki.test.raw
+    python benchmarks/kv_cache.py smollm2-135m SMOLLM2 wiki.test.raw --max-tokens 32768 --forms all
 
-The result is benchmarks/results/kv_cache-NAME.json. Every token attends to quantised keys and values, its own
-included; 16 stands for the checkpoint's own cache. Both spans of the codes are measured: "absmax", a scale a
-token and head, and "minmax", which keeps a second number. Only the first N tokens are predicted (10,000): the
-standard errors say what that is worth.
+The result is benchmarks/results/kv_cache-NAME.json, written anew after each row. Every token attends to
+quantised keys and values, its own included; 16 stands for the checkpoint's own cache. Only the first N tokens
+are predicted (10,000): the standard errors say what that is worth. "rotated" and "a4.8" are what --kv-form
+takes; the others differ from "rotated" in what their names say. `stored_bits` are those of a key or value,
+everything included that a text of one window stores. `kld_by_part` are the mean divergences of the tokens of
+each of P equal parts of a window, in order: whether the loss drifts with the position, for which the window
+should be long.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
+import numpy as np
 import torch
 from record import Environment, Measurement, save
 
 from neuzip.eval.measures.divergence import compare
-from neuzip.eval.measures.estimates import exponential
+from neuzip.eval.measures.estimates import Values, exponential
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.perplexity import EvaluationTask, prepare
 from neuzip.eval.measures.texts import read_text
-from neuzip.kernels import kv_cache
-from neuzip.kernels.quantizers.kv import Range
+from neuzip.eval.measures.windows import TokenWindow
+from neuzip.runtime.hf.kv_cache import KVCache
+from neuzip.runtime.hf.kv_layers import FORMS as NAMED_FORMS
+from neuzip.runtime.hf.kv_layers import HeadForm, KVLayer
 from neuzip.runtime.hf.load import load_model
 
-BITS = (8, 4, 3)
+BITS = (8, 6, 4, 3, 2)
+ROTATED = NAMED_FORMS["rotated"]
+FORMS: dict[str, HeadForm] = {
+    **NAMED_FORMS,
+    "groups of 16": replace(ROTATED, key_group=16, value_group=16),
+    "groups of 32": replace(ROTATED, key_group=32, value_group=32),
+    "groups of 64": replace(ROTATED, key_group=64, value_group=64),
+    "no center": replace(ROTATED, still_wavelength=math.inf),
+    "center of all channels": replace(ROTATED, still_wavelength=0.0),
+    "center from a wavelength of 512": replace(ROTATED, still_wavelength=512.0),
+    "center from a wavelength of 4,096": replace(ROTATED, still_wavelength=4096.0),
+    "no whole tokens": replace(ROTATED, whole=0, still_wavelength=math.inf),
+    "8 whole tokens": replace(ROTATED, whole=8),
+}
 
 
 def main() -> None:
@@ -41,20 +64,20 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("--max-tokens", type=int, default=10_000)
     parser.add_argument("--window", type=int, help="tokens predicted in a window")
+    parser.add_argument("--bits", default=",".join(map(str, BITS)), help="as --kv-bits takes them")
+    parser.add_argument("--forms", default=",".join(NAMED_FORMS), help="names of forms, or all")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--parts", type=int, default=4, help="parts of a window, for the loss by position")
     arguments = parser.parse_args()
+    forms = list(FORMS) if arguments.forms == "all" else arguments.forms.split(",")
+    bits = [int(b) if b.isdigit() else b for b in arguments.bits.split(",")]
     task = prepare(
         [arguments.checkpoint], read_text(arguments.text), conventions=["token"],
         window=arguments.window, max_tokens=arguments.max_tokens, device=arguments.device,
     )  # fmt: skip
     model = load_model(task.paths[0], task.dtype, task.device)
     base = HeadedModel(model)
-    rows = []
-    for bits, span in [(None, "absmax"), *((b, s) for b in BITS for s in get_args(Range))]:
-        rows.append(_measure(task, base, HeadedModel(model, kv_bits=bits, kv_span=span)))
-        print("  ".join(f"{name} {_short(value)}" for name, value in rows[-1].items()), flush=True)
-    on_gpu = base.device.type == "cuda"
-    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
+    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=base.device.type == "cuda")
     reading = task.compared
     facts = {
         "text": Path(task.text.name).name, "convention": reading.convention.rule,
@@ -62,19 +85,28 @@ def main() -> None:
         "device": task.place,
     }  # fmt: skip
     what = "quality of a model whose keys and values are kept in few bits"
-    path = save(f"kv_cache-{arguments.name}", what, Measurement(environment, rows, facts))
+    rows: list[dict[str, object]] = []
+    cases = [(None, "rotated"), *((b, form) for b in bits for form in forms)]
+    for b, form in cases:
+        other = HeadedModel(model, kv_bits=b, kv_form=FORMS[form])  # type: ignore[arg-type]  # bits
+        rows.append(_measure(task, base, other, form, arguments.parts))
+        print("  ".join(f"{name} {_short(value)}" for name, value in rows[-1].items()), flush=True)
+        path = save(f"kv_cache-{arguments.name}", what, Measurement(environment, rows, facts))
     print(f"saved {path}")
 
 
-def _measure(task: EvaluationTask, base: HeadedModel, other: HeadedModel) -> dict[str, object]:
+def _measure(
+    task: EvaluationTask, base: HeadedModel, other: HeadedModel, form: str, parts: int
+) -> dict[str, object]:
     reading = task.compared
     began = time.monotonic()
-    found = compare(base, other, reading.ids, reading.windows, reading.blocks).summary()
+    paired = compare(base, other, reading.ids, reading.windows, reading.blocks)
+    found = paired.summary()
     perplexity = exponential(found.other_nll)
     return {
         "bits": other.kv_bits or 16,
-        "span": other.kv_span if other.kv_bits else None,
-        "bits_per_number": _bits_per_number(other),
+        "form": form if other.kv_bits else None,
+        "stored_bits": _stored_bits(other, max(w.stop - w.start for w in reading.windows)),
         "perplexity": perplexity.value,
         "perplexity_standard_error": perplexity.standard_error,
         "nll_difference": found.nll_difference.value,
@@ -83,19 +115,27 @@ def _measure(task: EvaluationTask, base: HeadedModel, other: HeadedModel) -> dic
         "kld_standard_error": found.kld.mean.standard_error,
         "kld_p999": found.kld.p999,
         "top_1": found.top_1.value,
+        "kld_by_part": _by_part(reading.windows, paired.kld, parts),
         "seconds": time.monotonic() - began,
     }
 
 
-def _bits_per_number(model: HeadedModel) -> float:
-    """Of a key or value in the cache, its share of the scale included; not that of a text's first token."""
+def _by_part(windows: Sequence[TokenWindow], kld: Values, parts: int) -> list[float]:
+    """The mean divergence of the tokens of each part of a window."""
+    place = np.concatenate([np.arange(w.stop - w.start - w.scored, w.stop - w.start) for w in windows])
+    part = place * parts // max(w.stop - w.start for w in windows)
+    return [float(kld[part == i].mean(dtype=np.float64)) for i in range(parts) if (part == i).any()]
+
+
+@torch.inference_mode()
+def _stored_bits(model: HeadedModel, window: int) -> float:
+    """What a cache for the tokens of a window takes, by the numbers that it stands for."""
     if model.kv_bits is None:
-        return 16.0
-    config = model.model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = kv_cache.empty((1, 1, 1, width), model.kv_bits, span=model.kv_span)
-    first = 0 if heads.first_bits is None else heads.first_bits.nbytes
-    return 8 * (heads.nbytes - first) / width
+        return 8.0 * model.dtype.itemsize
+    cache = KVCache(model.model.config, model.kv_bits, form=model.kv_form, max_length=window)
+    model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
+    held = [heads for layer in cache.layers if isinstance(layer, KVLayer) for heads in layer.heads]
+    return 8 * cache.nbytes / sum(math.prod(heads.words.shape[:3]) * heads.width for heads in held)
 
 
 def _short(value: object) -> str:

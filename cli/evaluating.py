@@ -134,7 +134,8 @@ def _measure(
             paths, document, conventions=names, window=chosen.window, stride=chosen.stride,
             max_tokens=chosen.max_tokens, device=chosen.device, device_map=chosen.device_map,
             dtype=chosen.dtype, residency=chosen.residency, expert_memory=chosen.expert_memory,
-            activations=mode, kv_bits=options.bits(chosen.kv_bits), kv_form=chosen.kv_form, attention=chosen.attention,
+            activations=mode, kv_bits=options.bits(chosen.kv_bits), kv_form=chosen.kv_form,
+            attention=chosen.attention,
         )  # fmt: skip
         evaluation = _evaluate_text(out, ranks, task, by_default=names is None)
         if chosen.sparsity and ranks.is_first:

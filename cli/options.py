@@ -91,7 +91,7 @@ KvBitsOption = Annotated[
 ]
 KvFormOption = Annotated[
     KvForm,
-    typer.Option("--kv-form", help="How --kv-bits quantises: rotated, in groups; or a4.8, one scale per head"),
+    typer.Option("--kv-form", help="How --kv-bits quantises: rotated, in groups; a4.8, a scale per head"),
 ]
 AttentionOption = Annotated[
     Attention,

@@ -11,7 +11,31 @@ Row = dict[str, Any]
 
 def kv_cache(documents: dict[str, Document]) -> str:
     """What keys and values in few bits do to models, a table each."""
-    return render("attention.kv_cache", documents)
+    return render(
+        "attention.kv_cache",
+        {name: (d, cache_rows(d)) for name, d in documents.items()},
+        list(documents.values()),
+    )
+
+
+def cache_rows(document: Document) -> dict[tuple[int, str | None], Row]:
+    """Rows of a quantised KV cache by bits and form; older rows have a span in place of the form."""
+    older = {"absmax": "a4.8", "minmax": "a4.8 with an offset", None: None}
+    rows = {}
+    for r in document["results"]:
+        form = r["form"] if "form" in r else older[r["span"]]
+        rows[r["bits"], form] = {**r, "stored_bits": r["stored_bits" if "form" in r else "bits_per_number"]}
+    return rows
+
+
+def default_form(rows: dict[tuple[int, str | None], Row]) -> str:
+    """The form that --kv-bits takes by itself, if it was measured."""
+    return "rotated" if any(form == "rotated" for _, form in rows) else "a4.8"
+
+
+def cache_option(bits: int, form: str) -> str:
+    """The options of a row, as a user writes them."""
+    return f"--kv-bits {bits}" if form == "rotated" else f"--kv-bits {bits} --kv-form {form}"
 
 
 def kv_attention(document: Document) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from neuzip.eval.sweep.savings import savings
+from pages.attention import cache_option, cache_rows, default_form
 from pages.layout import MODELS_READ, is_measured, load, render
 from pages.running import serving
 
@@ -91,11 +92,12 @@ def recovered() -> str:
 
 def kv_loss() -> str:
     """What a quantised KV cache costs two models."""
-    demo, strong = (
-        {(r["bits"], r["span"]): r for r in load(f"kv_cache-{name}")["results"]}
-        for name in ("demo", "smollm2-135m")
-    )
-    rows = [(bits, demo[bits, "absmax"], strong[bits, "absmax"]) for bits in (8, 4, 3)]
+    demo, strong = (cache_rows(load(f"kv_cache-{name}")) for name in ("demo", "smollm2-135m"))
+    form = default_form(strong)
+    rows = [
+        (cache_option(bits, form), demo.get((bits, form), demo[bits, "a4.8"]), strong[bits, form])
+        for bits in (8, 4, 3)
+    ]
     return render("quoted.kv_loss", rows, strong[16, None])
 
 

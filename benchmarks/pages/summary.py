@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from expert_cases import MODEL_NAMES, QWEN
 from packed_groups import group_figures
 
+from pages.attention import cache_option, cache_rows, default_form
 from pages.layout import (
     Document,
     is_measured,
@@ -123,12 +124,13 @@ def ternary_mode(document: Document, conversion: Document) -> str:
 
 def cache_modes(document: Document, attention: Document) -> str:
     """A quantised KV cache: the best and the worst speed of attention alone."""
-    results = {(r["bits"], r["span"]): r for r in document["results"]}
+    results = cache_rows(document)
+    form = default_form(results)
     base, rows = results[16, None]["perplexity"], []
     for bits in (8, 4):
         by_speed = sorted((r for r in attention["results"] if r["bits"] == bits), key=lambda r: -r["speedup"])
         best, worst = by_speed[0], by_speed[-1]
-        rows.append(render("summary.cache", bits, results[bits, "absmax"], base, best, worst))
+        rows.append(render("summary.cache", cache_option(bits, form), results[bits, form], base, best, worst))
     return "\n".join(rows)
 
 

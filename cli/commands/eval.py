@@ -27,7 +27,8 @@ EXAMPLES = [
 GROUPS = {
     "Text and perplexity": ("text", "original", "conventions", "window", "stride", "max_tokens"),
     "How the model runs": (
-        "residency", "expert_memory", "activations", "kv_bits", "kv_form", "attention", "dtype", "device", "device_map",
+        "residency", "expert_memory", "activations", "kv_bits", "kv_form", "attention", "dtype", "device",
+        "device_map",
     ),
     "Benchmark tasks": ("tasks", "limit"),
     "Report": ("page", "sweep", "sparsity", "overwrite"),

@@ -109,8 +109,9 @@ def show_evaluation(out: Output, evaluation: Evaluation) -> None:
     many = "" if e.processes == 1 else f", {e.processes} processes"
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{residency}{_inputs(e)}{many}; {versions}")
-    if e.models[-1].kv_bits is not None:
-        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1].kv_bits, e.models[-1].kv_form)}")
+    last = e.models[-1]
+    if last.kv_bits is not None:
+        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(last.kv_bits, last.kv_form)}")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")

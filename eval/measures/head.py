@@ -27,6 +27,7 @@ from neuzip.kernels.linear_cross_entropy.head import DTYPES
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
+from neuzip.runtime.hf.kv_layers import HeadForm
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class HeadedModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, kv_bits: int | None = None, kv_form: KvForm = "rotated"
+        self, model: PreTrainedModel, *, kv_bits: int | None = None, kv_form: KvForm | HeadForm = "rotated"
     ) -> None:
         self.model = model
         self.kv_bits, self.kv_form = kv_bits, kv_form

@@ -92,10 +92,10 @@ class MeasuredModel:
     """A model as it was measured. `weight_bytes` is what its parameters take in memory.
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
-    to form logits, or None. `kv_bits` are those of its keys and values in the form `kv_form`, None if they are as they were.
-    `attention_bits` are those of each layer's attention, None where nothing is quantised, and
-    `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers are
-    quantised, None if they are not.
+    to form logits, or None. `kv_bits` are those of its keys and values, in the form `kv_form`, None if they
+    are as they were. `attention_bits` are those of each layer's attention, None where nothing is quantised,
+    and `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers
+    are quantised, None if they are not.
     """
 
     path: str
@@ -157,8 +157,8 @@ class EvaluationTask:
     `compared` is the reading under which models are compared: the first of `readings`, or the reading "bos"
     where the tokenizer puts BOS in front of a text and windows of the first begin without it.
     `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits`
-    are those of the last checkpoint's keys and values, in the form `kv_form`, `activations` its mode where weights are ternary, and
-    `attention` how it attends; all others do as they record.
+    are those of the last checkpoint's keys and values, in the form `kv_form`, `activations` its mode where
+    weights are ternary, and `attention` how it attends; all others do as they record.
     """
 
     paths: tuple[Path, ...]
@@ -220,9 +220,10 @@ def prepare(
     see there for what they are otherwise. `max_tokens` bounds the predictions of each. `device` auto is CUDA
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
-    checkpoint, and no other, attends to keys and values in as many bits and that `kv_form`; `activations` are its alone too (see
-    runtime/activations.py), and so is `attention` (see `runtime.hf.attention_choice.choose`). `expert_memory`
-    is for all models (see `load_model`). Raises NeuzipError, and UsageError for what the model cannot do.
+    checkpoint, and no other, attends to keys and values in as many bits and that `kv_form`; `activations` are
+    its alone too (see runtime/activations.py), and so is `attention` (see
+    `runtime.hf.attention_choice.choose`). `expert_memory` is for all models (see `load_model`). Raises
+    NeuzipError, and UsageError for what the model cannot do.
     """
     require_expert_memory(expert_memory, residency)
     paths = tuple(Path(path) for path in checkpoints)
@@ -330,7 +331,7 @@ def _together(
                 for model in (base, other)
             ]
         )
-    return [_described(model, ranks) for model in (base, other)], losses, paired
+    return [_described(task, model, ranks) for model in (base, other)], losses, paired
 
 
 def _one_by_one(
@@ -344,7 +345,7 @@ def _one_by_one(
             losses_of_reading.append(
                 token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens)
             )
-        models.append(_described(model, ranks))
+        models.append(_described(task, model, ranks))
         del model  # before the next one is loaded
     return models, losses
 
@@ -369,7 +370,7 @@ def load(task: EvaluationTask, number: int) -> PreTrainedModel:
     return model
 
 
-def _described(model: HeadedModel, ranks: Ranks) -> MeasuredModel:
+def _described(task: EvaluationTask, model: HeadedModel, ranks: Ranks) -> MeasuredModel:
     work = ranks.all_gather((model.fed, model.seconds))
     fed, seconds = sum(fed for fed, _ in work), max(seconds for _, seconds in work)
     return MeasuredModel(
@@ -379,7 +380,7 @@ def _described(model: HeadedModel, ranks: Ranks) -> MeasuredModel:
         tokens_per_second=fed / seconds if seconds else math.inf,
         formed=model.formed,
         kv_bits=model.kv_bits,
-        kv_form=None if model.kv_bits is None else model.kv_form,
+        kv_form=task.kv_form if model.kv_bits else None,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
         activations=activations_in_use(model.model),

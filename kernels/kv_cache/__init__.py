@@ -7,31 +7,31 @@ a zero point (quantizers.kv_groups):
     words       int32 [B, H, N, words]     the codes of each head, as quantizers.pack packs them
     scale       uint8 [B, H, N, groups]    a scale byte a group
     zero        int8 [B, H, N, groups]     the middle of a group
-    first       [B, H, whole, width]       the first tokens of each text as they are, to which most of the attention
+    first       [B, H, whole, width]       the first tokens of each text as they are, to which most attention
                                            of trained models goes (attention sinks: arXiv 2309.17453)
-    center      fp32 [B, H, width]         what is subtracted from the tokens after those, before they are rotated
+    center      fp32 [B, H, width]         what is subtracted from later tokens before they are rotated
     still       bool [width]               the channels that `center` has
 
-The center is the mean of the whole tokens, the very first left out, in those channels of keys that positions do
-not turn. The logits of all tokens change by the same number, which softmax does not notice, and a channel that
-is far from 0 in all tokens no longer widens the range of its group.
+The center is the mean of the whole tokens, the very first left out, in those channels of keys that positions
+do not turn. The logits of all tokens change by the same number, which softmax does not notice, and a channel
+that is far from 0 in all tokens no longer widens the range of its group.
 
 The plain form, of BitNet a4.8 (section 3.1), has no group:
 
     words       int32 [B, H, N, words]
     scale       [B, H, N, 1]               a scale a token and head
-    first_bits  int32 [B, H, words]        3 bits only: a fourth bit of a text's first token (bos), whose lower
-                                           three lie with those of the others; packed with 1 bit a code
+    first_bits  int32 [B, H, words]        3 bits only: a fourth bit of a text's first token (bos), whose
+                                           lower three lie with those of the others; 1 bit a code
 
-`first`, an argument of the functions, says which token is the first of each text, counted from the begin of the
-memory; negative where it is no longer there.
+`first`, an argument of the functions, says which token is the first of each text, counted from the begin of
+the memory; negative where it is no longer there.
 
-`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU, of many tokens and one by one.
-`attend` is softmax attention of one query a text. They choose by where the tensors lie: Triton on a GPU, plain
-torch on a CPU.
+`store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU, of many tokens and one by
+one. `attend` is softmax attention of one query a text. They choose by where the tensors lie: Triton on a GPU,
+plain torch on a CPU.
 
-A head of 128 numbers takes 56 bytes in 3 bits, scales included, 72 in 4 and 136 in 8 (in the plain form 50, 66
-and 130); in bf16 it takes 256.
+With groups of 32 a head of 128 numbers takes 56 bytes in 3 bits, scales included, 72 in 4 and 136 in 8 (in
+the plain form 50, 66 and 130); in bf16 it takes 256.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def store(
     """Quantise keys and values, [B, H, T, width] each, and write them to the tokens from `at` on.
 
     `at` is a number, or int64 on the device, the first of which counts.
-    `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that are
-    stored otherwise. Nobody waits for a GPU. On a GPU Triton does it, all `states` in one launch if all `heads`
-    have one layout, else torch.
+    `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that
+    are stored otherwise. Nobody waits for a GPU. On a GPU Triton does it, in one launch if all `states` have
+    one shape, else torch.
     """
     if first.is_cuda:
         from neuzip.kernels.kv_cache.triton.store import store as on_gpu
@@ -94,8 +94,8 @@ def attend(
     """softmax(scaling query keys^T + mask) values for one query: [B, H', D] to [B, H', D'] in its dtype.
 
     H' is a multiple G of H: the queries h G to h G + G - 1 share a head. `length` tokens are there, a number
-    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. On
-    a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
+    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. On a
+    GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
     """
     if query.is_cuda:
         from neuzip.kernels.kv_cache.triton import attend as triton_attend

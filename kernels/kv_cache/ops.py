@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +79,9 @@ class Heads:
                 mine.copy_(others)
 
     def _with(self, choose: Callable[[Tensor], Tensor], names: tuple[str, ...]) -> Heads:
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: choose(held) for name, held in tensors.items() if held is not None})
+        held = ((name, getattr(self, name)) for name in names)
+        chosen: dict[str, Any] = {name: choose(tensor) for name, tensor in held if tensor is not None}
+        return replace(self, **chosen)
 
 
 def empty(
@@ -155,7 +157,7 @@ def _keep_first(heads: Heads, x: Tensor, place: Tensor) -> None:
     inside = ((places >= 0) & (places < x.shape[2]))[:, None, :, None]
     where = places.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, heads.width)
     heads.first.copy_(torch.where(inside, x.gather(2, where).to(heads.first.dtype), heads.first))
-    if heads.center is not None:
+    if heads.center is not None and heads.still is not None:
         heads.center.copy_(torch.where(heads.still, _mean_of_later(heads.first), 0))
 
 

@@ -20,8 +20,8 @@ def block_width(width: int) -> int:
 def hadamard(x: Tensor) -> Tensor:
     """The transform of each row [..., width] in blocks of `block_width`: fp32 [..., width].
 
-    The transform is its own inverse. In fp32: for h = 1, 2, 4 and so on below the width of a block, a and b, h
-    apart, become a + b and a - b; in the end all are multiplied by 1 / sqrt(block), rounded to fp32.
+    The transform is its own inverse. In fp32: for h = 1, 2, 4 and so on below the width of a block, a and b,
+    h apart, become a + b and a - b; in the end all are multiplied by 1 / sqrt(block), rounded to fp32.
     """
     width = x.shape[-1]
     block = block_width(width)

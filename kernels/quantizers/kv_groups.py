@@ -1,4 +1,4 @@
-"""Keys and values of a cache in groups of a rotated head: two bytes a group, from its least and largest number.
+"""Keys and values of a cache in groups of a rotated head: a scale and a zero point of a byte each.
 
 Keys of trained models have channels far larger than the others, and one scale a head drowns the rest. The
 Hadamard transform spreads such a channel over the head (QuaRot, arXiv 2404.00456, section 4), and a group of
@@ -91,14 +91,15 @@ def quantize_groups(x: Tensor, bits: int, group: int) -> GroupedHeads:
         code   = round(x / scale + zero point), clipped to 0 to n
 
     A group with NaN or infinity, or too large for a scale byte, has the scale NaN and codes 0; where the
-    scale is 0, codes and `zero` are so. Raises ValueError for other bits or groups, TypeError for other dtypes.
+    scale is 0, codes and `zero` are so. Raises ValueError for other bits or groups, TypeError for other
+    dtypes.
     """
     magnitudes.check_floats(x)
     if not 1 <= bits <= 8 or group < 1:
         raise ValueError(f"groups are of 1 or more numbers in 1 to 8 bits, not {group} in {bits}")
     width, n = x.shape[-1], (1 << bits) - 1
     groups = group_count(width, group)
-    x = F.pad(x.float(), (0, groups * group - width)).unflatten(-1, (groups, group))
+    x = torch.unflatten(F.pad(x.float(), (0, groups * group - width)), -1, (groups, group))
     there = (torch.arange(groups * group, device=x.device) < width).view(groups, group)
     least = x.masked_fill(~there, torch.inf).amin(-1)
     most = x.masked_fill(~there, -torch.inf).amax(-1)

@@ -166,10 +166,10 @@ def make_plan(
     """What is to be measured of a checkpoint folder, the dense model always and first.
 
     `prompt_tokens` None are 512, or as many as the model has positions for. With `kv_bits` each residency,
-    the dense one too, is also measured with keys and values in as many, in the form `kv_form`, and with attention in few bits if
-    that is asked for, or "recorded" and the folder has a record. All steps are `compiled`, or none. Raises
-    UsageError for more tokens, for residencies that cannot be on the device, for `kv_bits` if `compiled`, and
-    for `expert_memory` that no residency heeds there.
+    the dense one too, is also measured with keys and values in as many, in the form `kv_form`, and with
+    attention in few bits if that is asked for, or "recorded" and the folder has a record. All steps are
+    `compiled`, or none. Raises UsageError for more tokens, for residencies that cannot be on the device, for
+    `kv_bits` if `compiled`, and for `expert_memory` that no residency heeds there.
     """
     if compiled and kv_bits is not None:
         raise not_compiled_together()

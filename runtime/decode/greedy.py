@@ -120,9 +120,9 @@ class GreedyDecoder:
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
     With `later` the first prompt comes first, and `capture` captures: the first token need not wait for that.
-    With `kv_bits` keys and values are kept in as many bits, in the form `kv_form`, and nothing is put off. Without `fuse` a graph
-    has the kernels that the model's own code launches: see `fused_step`, and `static_cache` of heads that no
-    fused attention takes.
+    With `kv_bits` keys and values are kept in as many bits, in the form `kv_form`, and nothing is put off.
+    Without `fuse` a graph has the kernels that the model's own code launches: see `fused_step`, and
+    `static_cache` of heads that no fused attention takes.
 
     With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
     products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
@@ -158,9 +158,7 @@ class GreedyDecoder:
         self._cache = (
             static_cache(model.config, max_length, self._positions, padded=self._fuse and can_pad(model))
             if kv_bits is None
-            else KVCache(
-                model.config, kv_bits, max_length=max_length, form=kv_form, places=self._positions
-            )
+            else KVCache(model.config, kv_bits, max_length=max_length, form=kv_form, places=self._positions)
         )
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._known = frozenset(inspect.signature(model.forward).parameters)

@@ -4,11 +4,11 @@
     with cache.attention(model):
         model.generate(ids, past_key_values=cache)
 
-Keys, after the rotary embedding, and values are quantised as they come, each token on its own, and packed; any
-causal language model of attention layers will do, and no calibration is needed. A token attends to quantised
-keys and values of all tokens, its own included, in the prompt too. Which token is the first of a text, an
-attention mask tells: of a text padded on the left the first that is no padding. Layers with a sliding window
-keep what is in the window.
+Keys, after the rotary embedding, and values are quantised as they come, each token on its own, and packed;
+any causal language model of attention layers will do, and no calibration is needed. A token attends to
+quantised keys and values of all tokens, its own included, in the prompt too. Which token is the first of a
+text, an attention mask tells: of a text padded on the left the first that is no padding. Layers with a
+sliding window keep what is in the window.
 
 The form "rotated" is made for keys with outlier channels: see kernels/kv_cache. The form "a4.8" is that of
 BitNet a4.8 (section 3.1): a scale a token and head, and with 3 bits the first token of each text has 4.
@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer

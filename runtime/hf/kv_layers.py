@@ -132,7 +132,12 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, with memory for later tokens."""
-        return sum(heads.nbytes for heads in (self.key_heads, self.value_heads) if heads is not None)
+        return sum(heads.nbytes for heads in self.heads)
+
+    @property
+    def heads(self) -> tuple[Heads, ...]:
+        """Keys and values as they are stored; none before the first token."""
+        return tuple(heads for heads in (self.key_heads, self.value_heads) if heads is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Know shapes, dtype and device from the first states, [B, H, T, width]."""

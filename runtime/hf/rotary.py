@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+
 def still_channels(config: PreTrainedConfig, layer: int, wavelength: float, width: int) -> Tensor:
     """bool [width]: the channels of a key that turn once in `wavelength` tokens or more, or not at all.
 
@@ -31,7 +32,7 @@ def still_channels(config: PreTrainedConfig, layer: int, wavelength: float, widt
 
 
 def _rope_parameters(config: PreTrainedConfig, layer: int) -> dict[str, Any]:
-    """What the config says of the rotary embedding of a layer; some models have one for each kind of layer."""
+    """What the config says of the rotary embedding of a layer, which may be that of a kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
     if kinds and isinstance(rope.get(kinds[layer]), dict):

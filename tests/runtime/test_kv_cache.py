@@ -174,9 +174,7 @@ def by_torch(heads: Sequence[Heads], numbers: Sequence[Tensor], at: Any, first: 
 @pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize("width", [20, 36], ids=["alike", "apart"])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_keys_and_values_are_stored_together(
-    tokens: int, width: int, bits: int, device: torch.device
-):
+def test_keys_and_values_are_stored_together(tokens: int, width: int, bits: int, device: torch.device):
     """In one launch if they are alike, wherever their numbers lie; `at` may be the places of all tokens."""
     first = torch.tensor([7, 3])
     keys, values = states(2, 3, tokens, 20), states(2, tokens, 3, width, seed=1).transpose(1, 2)
@@ -242,9 +240,7 @@ def test_reference_is_softmax_attention():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", BITS)
-def test_kernel_attends_within_its_rounding(
-    bits: int, dtype: torch.dtype, device: torch.device, monkeypatch
-):
+def test_kernel_attends_within_its_rounding(bits: int, dtype: torch.dtype, device: torch.device, monkeypatch):
     """Against fp64 on the same dequantised numbers; twice, with the same bits."""
     monkeypatch.setattr(triton_attend, "_shares", lambda *_: 3)
     first = torch.tensor([70, 0])
@@ -503,7 +499,10 @@ def rotated_rounded(x: Tensor, first: int, bits: int, still: Tensor | None) -> T
     if still is not None and x.shape[1] > first + 4:
         a, b, c = x[:, first + 1 : first + 4].unbind(1)
         center[:, first + 4 :] = ((a + b + c) * (1 / 3) * still)[:, None]
-    coded = hadamard(quantize_groups(hadamard(x - center), bits, 64 if still is None else 32).dequantize()) + center
+    coded = (
+        hadamard(quantize_groups(hadamard(x - center), bits, 64 if still is None else 32).dequantize())
+        + center
+    )
     coded[:, first : first + 4] = x[:, first : first + 4]
     return coded
 
@@ -517,7 +516,7 @@ def logits(model: PreTrainedModel, ids: Tensor, cache: Any, parts: list[int], **
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", (*BITS, 6, 2))
+@pytest.mark.parametrize("bits", [*BITS, 6, 2])
 def test_tokens_attend_to_rounded_keys_and_values(model: PreTrainedModel, ids: Tensor, bits: int, form: Any):
     rounded = Rounded(model.config, bits, torch.zeros(1, dtype=torch.int64), form)
     expected = logits(model, ids, rounded, [20])
@@ -586,7 +585,9 @@ def test_the_first_token_is_the_first_that_is_no_padding(llama: PreTrainedModel,
     found = of(KVCache(llama.config, 3, attention_mask=mask, form=form))
     alone = logits(llama, ids[:1], KVCache(llama.config, 3, form=form), [20])
     assert torch.allclose(found[:1, 6:], alone, atol=2e-4)
-    assert torch.allclose(found[1:], logits(llama, padded[1:], KVCache(llama.config, 3, form=form), [26]), atol=2e-4)
+    assert torch.allclose(
+        found[1:], logits(llama, padded[1:], KVCache(llama.config, 3, form=form), [26]), atol=2e-4
+    )
     assert not torch.allclose(of(KVCache(llama.config, 3, form=form))[:1, 6:], alone, atol=1e-2)
     with pytest.raises(ValueError, match="3 texts, and a mask of 2"):
         KVCache(llama.config, 3, attention_mask=mask, form=form).form.first_tokens(3)
@@ -777,7 +778,10 @@ TEXT = ("--text", "demo", "--max-tokens", 300, "--conventions", "token", "--devi
 
 def test_eval_says_what_it_compared(neuzip):
     said = neuzip("eval", CHECKPOINT, "--original", CHECKPOINT, "--kv-bits", 3, *TEXT)
-    assert "cache   after with a KV cache in 3 bits; the first 4 tokens of a window are not quantised\n" in said.stdout
+    assert (
+        "cache   after with a KV cache in 3 bits; the first 4 tokens of a window are not quantised\n"
+        in said.stdout
+    )
     assert "KL divergence, nats: mean" in said.stdout
     answer = neuzip("eval", CHECKPOINT, "--kv-bits", 8, *TEXT, "--json").json
     assert (answer["after"]["kv_bits"], answer["before"]) == (8, None)

@@ -1,4 +1,4 @@
-"""Keys and values in groups of rotated heads: the same bits however they come, and what is kept of odd heads."""
+"""Keys and values in groups of rotated heads: the same bits however they come, and odd heads."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_reference_attends_to_the_numbers_that_are_loaded():
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("bits", (8, 4, 3))
+@pytest.mark.parametrize("bits", [8, 4, 3])
 def test_layers_of_all_kinds_keep_the_same_bits(name: Any, bits: int, monkeypatch):
     """A growing layer, one of fixed size and a sliding one; at once, and token by token."""
     monkeypatch.setattr("neuzip.runtime.hf.kv_layers.GROWTH", 4)
