@@ -94,8 +94,8 @@ def attend(
     """softmax(scaling query keys^T + mask) values for one query: [B, H', D] to [B, H', D'] in its dtype.
 
     H' is a multiple G of H: the queries h G to h G + G - 1 share a head. `length` tokens are there, a number
-    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. On a
-    GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
+    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added.
+    On a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
     """
     if query.is_cuda:
         from neuzip.kernels.kv_cache.triton import attend as triton_attend
