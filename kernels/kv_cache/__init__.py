@@ -95,7 +95,8 @@ def attend(
 
     H' is a multiple G of H: the queries h G to h G + G - 1 share a head. `length` tokens are there, a number
     or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added.
-    On a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
+    On a GPU Triton does it, in two steps that give the same bits each time, else torch, on dequantised
+    numbers.
     """
     if query.is_cuda:
         from neuzip.kernels.kv_cache.triton import attend as triton_attend
