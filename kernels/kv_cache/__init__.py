@@ -60,8 +60,8 @@ def store(
 
     `at` is a number, or int64 on the device, the first of which counts.
     `first` int64 [B]; without `with_first` none of the tokens is among those at the begin of its text that
-    are stored otherwise. Nobody waits for a GPU. On a GPU Triton does it, all `states` in one launch if all
-    `heads` have one layout, else torch.
+    are stored otherwise. Nobody waits for a GPU. On a GPU Triton does it, in one launch if all `states` have
+    one shape, else torch.
     """
     if first.is_cuda:
         from neuzip.kernels.kv_cache.triton.store import store as on_gpu
@@ -94,8 +94,9 @@ def attend(
     """softmax(scaling query keys^T + mask) values for one query: [B, H', D] to [B, H', D'] in its dtype.
 
     H' is a multiple G of H: the queries h G to h G + G - 1 share a head. `length` tokens are there, a number
-    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added. On
-    a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
+    or int64 [] on the device. `mask` [B or 1, N or more] is bool, True where a token counts, or is added.
+    On a GPU Triton does it, in two steps that give the same bits each time, else torch, on dequantised
+    numbers.
     """
     if query.is_cuda:
         from neuzip.kernels.kv_cache.triton import attend as triton_attend
