@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from neuzip.compress.schemes.code_tables import STREAM_BYTES
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError
 from neuzip.eval.quantize import statistics
@@ -96,13 +97,15 @@ def test_codes_are_the_same_again_and_their_identity_tells_texts_and_steps_apart
 
 
 def test_predicted_bytes_fall_as_the_step_grows(checkpoint):
+    """By the entropy of the codes, and by a larger table or raw low bits for each of the small matrices."""
     _, path = checkpoint
     with FolderSource(path) as source:
         quantizer = Quantizer.prepare(None, source, matrices(source), None)
         fine, coarse = (quantizer.expected_bytes(step) for step in (0.001, 0.01))
         empty = quantizer.expected_bytes(2 * quantizer.largest_step)
-        weights = sum(t.info.numel for t in source.tensors() if len(t.info.shape) == 2)
-    assert fine - coarse == pytest.approx(np.log2(10) * weights / 8, rel=0.15)
+        sizes = [t.info.numel for t in source.tensors() if len(t.info.shape) == 2]
+    beyond_entropy = fine - coarse - np.log2(10) * sum(sizes) / 8
+    assert 0 < beyond_entropy < STREAM_BYTES * len(sizes)
     assert empty < coarse
 
 
