@@ -334,7 +334,7 @@ def _together(
                 for model in (base, other)
             ]
         )
-    return [_described(task, model, ranks) for model in (base, other)], losses, paired
+    return [_described(model, task.kv_form, ranks) for model in (base, other)], losses, paired
 
 
 def _one_by_one(
@@ -348,7 +348,7 @@ def _one_by_one(
             losses_of_reading.append(
                 token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens)
             )
-        models.append(_described(task, model, ranks))
+        models.append(_described(model, task.kv_form, ranks))
         del model  # before the next one is loaded
     return models, losses
 
@@ -373,7 +373,7 @@ def load(task: EvaluationTask, number: int) -> PreTrainedModel:
     return model
 
 
-def _described(task: EvaluationTask, model: HeadedModel, ranks: Ranks) -> MeasuredModel:
+def _described(model: HeadedModel, kv_form: KvForm, ranks: Ranks) -> MeasuredModel:
     work = ranks.all_gather((model.fed, model.seconds))
     fed, seconds = sum(fed for fed, _ in work), max(seconds for _, seconds in work)
     cache = model.kv_cache()
@@ -386,7 +386,7 @@ def _described(task: EvaluationTask, model: HeadedModel, ranks: Ranks) -> Measur
         formed=model.formed,
         kv_bits=single(layers),
         kv_layers=layers,
-        kv_form=None if layers is None else task.kv_form,
+        kv_form=None if layers is None else kv_form,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
         activations=activations_in_use(model.model),

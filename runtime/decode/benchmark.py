@@ -205,6 +205,7 @@ def make_plan(
         attention,
         compiled,
         expert_memory,
+        kv_form,
     )
 
 
