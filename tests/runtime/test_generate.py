@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -134,8 +135,9 @@ def test_seed_draws_the_same_and_leaves_others_alone(demo_model: PreTrainedModel
     assert first.tokens == again.tokens
     assert first.tokens != other.tokens
     assert torch.equal(torch.rand(3), undisturbed)
-    likeliest = generate(demo_model, prompt).tokens
-    assert generate(demo_model, prompt, sampling=Sampling(1.5, top_p=1e-6), seed=7).tokens == likeliest
+    exact = copy.deepcopy(demo_model).float()  # in bf16 two tokens may be equally likely
+    likeliest = generate(exact, prompt).tokens
+    assert generate(exact, prompt, sampling=Sampling(1.5, top_p=1e-6), seed=7).tokens == likeliest
 
 
 @pytest.mark.parametrize(
