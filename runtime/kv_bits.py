@@ -70,6 +70,9 @@ class KVBits:
         return self.layers
 
 
+_PLAIN = re.compile(r"(\d{1,3})(?:/(\d{1,3}))?")
+"""Bits as a user writes them: 4, or 8/4 for keys/values."""
+
 BitsArgument: TypeAlias = (
     "int | str | os.PathLike[str] | KVBits | Sequence[LayerBits | tuple[int, int] | None]"
 )
@@ -84,7 +87,9 @@ def as_bits(value: BitsArgument, parameter: str = "kv_bits") -> KVBits:
     >>> as_bits([(4, 3), None]).layers
     (LayerBits(keys=4, values=3), None)
     """
-    if isinstance(value, os.PathLike) or (isinstance(value, str) and Path(value).is_file()):
+    if isinstance(value, os.PathLike) or (
+        isinstance(value, str) and not _PLAIN.fullmatch(value.strip()) and Path(value).is_file()
+    ):
         return read_plan(value)
     match value:
         case KVBits():
@@ -96,7 +101,7 @@ def as_bits(value: BitsArgument, parameter: str = "kv_bits") -> KVBits:
         case list() | tuple() if value:
             bits = KVBits(tuple(_layer(one, parameter) for one in value))
         case _:
-            raise UsageError(f"`{parameter}={value!r}`: are no bits", WHAT_THERE_IS)
+            raise UsageError(f"`{parameter}={value!r}`: is no number of bits", WHAT_THERE_IS)
     for pair in bits.layers:
         if pair is not None and (wrong := _wrong(pair)) is not None:
             raise UsageError(f"`{parameter}={value!r}`: {wrong}", WHAT_THERE_IS)
@@ -105,13 +110,13 @@ def as_bits(value: BitsArgument, parameter: str = "kv_bits") -> KVBits:
 
 def _pair(text: str, parameter: str) -> LayerBits:
     """The bits of `4` or of `8/4`."""
-    if match := re.fullmatch(r"(\d{1,3})(?:/(\d{1,3}))?", text.strip()):
+    if match := _PLAIN.fullmatch(text.strip()):
         return LayerBits(int(match[1]), int(match[2] or match[1]))
     if text.partition(":")[0] == AUTO:
         raise UsageError(
             f"`{parameter}={text!r}`: bits are not chosen here", "choose them first: neuzip.choose_kv_bits"
         )
-    raise UsageError(f"`{parameter}={text!r}`: are no bits, and no file", WHAT_THERE_IS)
+    raise UsageError(f"`{parameter}={text!r}`: is no number of bits, and no file", WHAT_THERE_IS)
 
 
 def _layer(value: object, parameter: str) -> LayerBits | None:

@@ -20,7 +20,7 @@ from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import Census, plane_bytes
 from neuzip.kernels.rans.model import PALETTE, quantised_table
-from neuzip.kernels.rans.numbers import RARE_BITS
+from neuzip.kernels.rans.numbers import LOW_BITS, RARE_BITS
 
 Shares = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -36,9 +36,6 @@ LARGEST_CODE_TABLE = HEAD + 256
 
 LARGEST_SHARE = 31 << 15
 """The number that the byte 255 stands for."""
-
-LOW_BITS = (0, 1, 2, 4, 8)
-"""Bits of a code that may be stored raw: whole codes of a byte hold them, so that no code is cut."""
 
 LEAST_BITS = 2
 """Bits of a code, and of what is left of it without low bits, at least."""

@@ -19,7 +19,7 @@ from neuzip.kernels.grid import Grid
 
 from . import CorruptStream
 from .model import Table
-from .numbers import BLOCK, RUN
+from .numbers import BLOCK, LOW_BITS, RUN
 
 ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
@@ -32,9 +32,6 @@ TOGETHER = 8
 
 GRID_FORMATS = names_for("ans")
 """Formats of weights on a grid that the decoder writes, by their names in safetensors."""
-
-LOW_BITS = (0, 1, 2, 4, 8)
-"""Bits of a code that may be raw: no code has some of them in the next byte."""
 
 # What a launch for weights on a grid is compiled for, as bits of a number, which is 0 for floats.
 ON_GRID, COLUMN_FACTORS, CROSSING_ROWS, WIDE_PALETTE = 1, 2, 4, 8

@@ -38,6 +38,9 @@ RARE_BITS = 16
 ESCAPE_BITS = 40
 """About what an escape takes: two words in the list, and the symbol in its place."""
 
+LOW_BITS = (0, 1, 2, 4, 8)
+"""Bits of a code on a grid that may be raw: whole codes of a byte hold them, so that no code is cut."""
+
 LEFT_BITS = 7.5
 """Bits that a lane's state holds in the end beyond those it began with, on average: they take no words."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -48,9 +48,8 @@ def require_all_loaded(model: nn.Module, loaded: set[str] | None, names: set[str
             "neuzip: %s does not tell what it loaded: missing tensors may go unnoticed", type(model)
         )
     if missing:
-        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise EngineRefusal(
-            f"the checkpoint lacks {', '.join(missing[:SHOWN])}{more}, which {type(model).__name__} needs",
+            f"the checkpoint lacks {_listed(missing)}, which {type(model).__name__} needs",
             "check the folder with `neuzip verify`, or compare its tensors with the model's config.json",
         )
 
@@ -59,11 +58,16 @@ def require_tensors(needed: Iterable[str], names: set[str], folder: str) -> None
     """Raise EngineRefusal if a checkpoint lacks tensors that the model was filled with at its start."""
     missing = sorted(set(needed) - names)
     if missing:
-        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise EngineRefusal(
-            f"{folder} lacks {', '.join(missing[:SHOWN])}{more}, which the running model has",
+            f"{folder} lacks {_listed(missing)}, which the running model has",
             "the engine keeps its weights; give a folder of the same tensors, or start vLLM again",
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _incomplete_layers(model: nn.Module) -> Iterator[str]:

@@ -152,3 +152,9 @@ def test_a_cache_refuses_bits_of_another_model(model: PreTrainedModel):
         KVCache(model.config, LAYERS[:2])
     with pytest.raises(UsageError, match="no bits for the keys and values of layer 1"):
         KVCache(model.config, (LAYERS[0], None, LAYERS[2]))
+
+
+def test_bits_are_bits_although_a_file_has_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("4").write_text("no plan")
+    assert as_bits("4").layers == (LayerBits(4, 4),)
