@@ -31,7 +31,7 @@ from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.expert_memory import ExpertMemory
 from neuzip.runtime.requirements import require_expert_memory
 from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
-from neuzip.runtime.weights import AnsWeight, CompressedWeight, GridWeight, WeightUse
+from neuzip.runtime.weights import AnsWeight, CompressedWeight, GridWeight, PackedWeight, WeightUse
 from neuzip.runtime.weights.base import SMALLEST
 
 DTYPES = torch_dtypes_for("packed")
@@ -170,6 +170,21 @@ def keep_arrived(
     if experts is not None and len(weight.stored) == 3:
         placed = experts.placed(weight, name)
     return nn.Parameter(placed, requires_grad=False)
+
+
+def pack_arrived(
+    dense: torch.Tensor, steps: torch.Tensor | None, exact: bool = False
+) -> GridWeight | PackedWeight | torch.Tensor:
+    """A weight [out, in] as packed codes if all rows have steps, fp32 [out], else as packed floats, or dense.
+
+    It is dense where no packed form pays: quantized weights have many zeros, and each is an escape of floats.
+    """
+    if steps is not None and not bool(steps.isnan().any()):
+        codes = GridWeight.of_rows(dense, steps)
+        if codes is not None:
+            return codes
+    packed = PackedWeight.of(dense, exact=exact)
+    return packed if packed.stored_bytes <= WORTH * dense.nbytes else dense
 
 
 def settle_arrived(model: nn.Module, compressed: Collection[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import safetensors
@@ -105,6 +105,14 @@ def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
         left -= tensor.info.nbytes
     if group:
         yield group
+
+
+def attach_steps(tensors: Mapping[str, torch.Tensor], file: str | Path) -> None:
+    """Give matrices of a compressed file that are stored quantized their rows' steps as the attribute STEPS."""
+    with opened([str(file)]) as source:
+        for tensor in source.tensors():
+            if tensor.name in tensors and (steps := row_steps(source, tensor)) is not None:
+                setattr(tensors[tensor.name], STEPS, steps)
 
 
 def row_steps(source: FolderSource, tensor: SourceTensor) -> torch.Tensor | None:

@@ -22,8 +22,10 @@ from neuzip.runtime.residency import (
     decompress_parameters,
     expanded,
     is_compressed,
+    pack_arrived,
     require_places,
 )
+from neuzip.runtime.serving import STEPS
 
 if TYPE_CHECKING:
     from neuzip.runtime.weights import WeightUse
@@ -96,10 +98,14 @@ class NeuzipDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         *_: object,
         **__: object,
     ) -> None:
-        """Put a parameter in its place, compressed on its device if that pays."""
+        """Put a parameter in its place, compressed on its device if that pays; quantized ones as codes."""
         path, _dot, name = param_name.rpartition(".")
-        arrived = param_value.to(target_device)
-        parameter = compress(arrived, self._uses[param_name], self.residency)
+        arrived, use = param_value.to(target_device), self._uses[param_name]
+        steps: torch.Tensor | None = getattr(param_value, STEPS, None)
+        if steps is not None and self.residency == "packed" and not use.transposed:
+            parameter = nn.Parameter(pack_arrived(arrived, steps.to(target_device)), requires_grad=False)
+        else:
+            parameter = compress(arrived, use, self.residency)
         parameter.requires_grad = False
         model.get_submodule(path)._parameters[name] = parameter
 

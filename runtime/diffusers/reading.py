@@ -62,7 +62,10 @@ def original_config(config: Any) -> Any:
 
 
 def decoding(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """`load_state_dict` of diffusers, for compressed files too. Raises FormatError for a damaged one."""
+    """`load_state_dict` of diffusers, for compressed files too. Raises FormatError for a damaged one.
+
+    Matrices that are stored quantized have the steps of their rows as the attribute STEPS.
+    """
     signature = inspect.signature(load_state_dict)
 
     @wraps(load_state_dict)
@@ -72,8 +75,11 @@ def decoding(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
         if not is_compressed_file(file):
             return load_state_dict(*arguments, **options)
         from neuzip.runtime.load_file import load_file
+        from neuzip.runtime.weight_files import attach_steps
 
-        return load_file(file, call.get("map_location", "cpu"))
+        tensors = load_file(file, call.get("map_location", "cpu"))
+        attach_steps(tensors, file)
+        return tensors
 
     return load_decoded
 

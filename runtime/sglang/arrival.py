@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuzip.kernels.packed_linear.held import hold
-from neuzip.runtime.residency import WORTH
+from neuzip.runtime.residency import pack_arrived
 from neuzip.runtime.serving import STEPS, EngineRefusal
 from neuzip.runtime.weights import GridWeight, PackedWeight
 
@@ -84,21 +84,13 @@ class ArrivingWeight:
             self._steps = self._filled(self._dense.shape, torch.float32, math.nan)
         self._loader(self._steps, steps.to(self._device)[:, None].expand(loaded.shape), *args, **options)
 
-    def _form(self, dense: torch.Tensor) -> torch.Tensor:
-        """The weight as packed codes if its rows have steps, else as packed floats, or dense."""
-        steps = None if self._steps is None else self._steps[:, 0]
-        if steps is not None and not bool(steps.isnan().any()):
-            codes = GridWeight.of_rows(dense, steps)
-            if codes is not None:
-                return codes
-        packed = PackedWeight.of(dense, exact=self._exact)
-        return packed if packed.stored_bytes <= WORTH * dense.nbytes else dense
-
     def _pack(self, dense: torch.Tensor) -> None:
         fill_padding(self._layer, dense)
+        steps = None
         if self._steps is not None:
             fill_padding(self._layer, self._steps.data)
-        packed = torch.nn.Parameter(self._form(dense), requires_grad=False)
+            steps = self._steps[:, 0]
+        packed = torch.nn.Parameter(pack_arrived(dense, steps, self._exact), requires_grad=False)
         for name, value in self._attributes.items():
             setattr(packed, name, value)
         packed.weight_loader = self  # type: ignore[attr-defined]

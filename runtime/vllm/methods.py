@@ -28,16 +28,14 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from neuzip.kernels.grid_linear import pack_rows
 from neuzip.kernels.grid_linear.tensor import ARRAYS as CODE_ARRAYS
 from neuzip.kernels.grid_linear.tensor import GridTensor
-from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.held import HeldWeights, decoded, held, hold
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
-from neuzip.runtime.residency import WORTH
+from neuzip.runtime.residency import pack_arrived
 from neuzip.runtime.serving import STEPS
 from neuzip.runtime.vllm.reloading import require_unpacked
-from neuzip.runtime.weights.grid import WORTH as WORTH_OF_CODES
+from neuzip.runtime.weights import GridWeight, PackedWeight
 
 Layer = Any
 """A module of vLLM, with the attributes that PackedWeightMethod describes."""
@@ -48,7 +46,7 @@ class PackedWeightMethod(LinearMethodBase):
 
     Attributes that the layer gets:
 
-    neuzip_packed  the weight in a form of `held_form`, None until all of it has come
+    neuzip_packed  the weight in a form of `pack_arrived`, None until all of it has come
     neuzip_steps   fp32 [out, in]: the steps of rows of quantized tensors while those come, NaN for others
     neuzip_id      its number in `held`, int64 [1] on the CPU: a buffer, so an input of compiled graphs
     neuzip_tied    the embedding that shares its weight with this LM head, in a tuple, or None
@@ -101,7 +99,8 @@ class PackedWeightMethod(LinearMethodBase):
             steps = with_padding(steps[:, :1], layer.neuzip_rows)[:, 0]
         del layer.weight
         with torch.device("cpu"):  # vLLM loads weights where a GPU is the default device
-            packed = held_form(dense.contiguous(), steps)
+            arrived = pack_arrived(dense.contiguous(), steps)
+        packed = arrived.packed if isinstance(arrived, PackedWeight | GridWeight) else arrived
         layer.neuzip_packed = packed
         layer.register_buffer("neuzip_id", hold(packed), persistent=False)
         for name, array in arrays_of(packed):
@@ -142,19 +141,6 @@ class PackedWeightMethod(LinearMethodBase):
     def dequantize_weight(self, layer: Layer) -> torch.Tensor:
         """The dense weight [out, in], for those of vLLM's layers that compute with it in other ways."""
         return decoded(layer.neuzip_packed)
-
-
-def held_form(dense: torch.Tensor, steps: torch.Tensor | None) -> HeldWeights:
-    """A weight [out, in] as packed codes if rows have steps, fp32 [out], else as packed floats, or dense.
-
-    It is dense where no packed form pays: quantized weights have many zeros, and each is an escape of floats.
-    """
-    if steps is not None and not bool(steps.isnan().any()):
-        codes = pack_rows(dense, steps)
-        if codes.nbytes <= WORTH_OF_CODES * dense.nbytes:
-            return codes
-    packed = ops.pack(dense)
-    return packed if packed.nbytes <= WORTH * dense.nbytes else dense
 
 
 def arrays_of(weights: HeldWeights) -> list[tuple[str, torch.Tensor]]:

@@ -118,14 +118,17 @@ def assert_chosen_or_tied(original: LLM, tokens: Tokens, texts: Tokens = TEXTS) 
     return tied
 
 
-def parameter_bytes(engine: LLM) -> int:
-    """Bytes of the parameters and buffers of an engine's model in this process.
+def packed_bytes(engine: LLM) -> int:
+    """Bytes of the parameters and buffers of all packed layers of an engine's model in this process.
 
-    Of dense linear layers on a CPU vLLM has copies in another layout, which are not among them.
+    A dense weight that such a layer still had would be among them. Other layers are not counted: whether
+    vLLM keeps their weights or copies in another layout depends on the CPU.
     """
 
     def of(model: Any) -> int:
-        tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+        layers = [layer for layer in model.modules() if hasattr(layer, "neuzip_packed")]
+        own = (t for layer in layers for t in (*layer.parameters(False), *layer.buffers(False)))
+        tensors = {t.data_ptr(): t for t in own}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
     (size,) = engine.apply_model(of)
