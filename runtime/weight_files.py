@@ -108,7 +108,7 @@ def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
 
 
 def attach_steps(tensors: Mapping[str, torch.Tensor], file: str | Path) -> None:
-    """Give matrices of a compressed file that are stored quantized their rows' steps as the attribute STEPS."""
+    """Give matrices that a compressed file has quantized the steps of their rows as the attribute STEPS."""
     with opened([str(file)]) as source:
         for tensor in source.tensors():
             if tensor.name in tensors and (steps := row_steps(source, tensor)) is not None:
