@@ -22,9 +22,9 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from sglang_engine import Runner, new_checkpoint  # noqa: E402
 
-from neuzip import compress_checkpoint  # noqa: E402
+from neuzip import compress_checkpoint, decompress_checkpoint  # noqa: E402
 from neuzip.runtime.serving import EngineRefusal  # noqa: E402
-from neuzip.runtime.weights import PackedWeight  # noqa: E402
+from neuzip.runtime.weights import GridWeight, PackedWeight  # noqa: E402
 
 pytestmark = pytest.mark.engines
 
@@ -75,6 +75,20 @@ def test_packed_weights_are_those_of_the_original(
     logits, own = runner.logits(model), runner.logits(runner.model)
     assert torch.equal(logits.argmax(-1), own.argmax(-1))
     # bf16 logits of sums in another order: one unit in the last place of the largest.
+    assert (logits - own).abs().max() <= own.abs().max() / 128
+
+
+def test_quantized_weights_are_packed_as_their_codes(runner: Runner, plain: Path, tmp_path: Path) -> None:
+    """Also those of fused layers, whose parts have steps of their own."""
+    small, decoded = tmp_path / "small.nz", tmp_path / "decoded"
+    compress_checkpoint(plain, small, bits=4.5, calibration="none")
+    decompress_checkpoint(small, decoded)
+    original, packed = runner.load(decoded), runner.load(small, overrides=PACKED)
+    ours, wanted = parameters(packed), parameters(original)
+    codes = {name for name, weight in ours.items() if isinstance(weight, GridWeight)}
+    assert codes == {name for name, weight in wanted.items() if weight.dim() == 2}
+    assert all(torch.equal(ours[name].dense(), wanted[name]) for name in codes)
+    logits, own = runner.logits(packed), runner.logits(original)
     assert (logits - own).abs().max() <= own.abs().max() / 128
 
 
