@@ -1,22 +1,22 @@
 """Small ternary models trained from random weights: the ablations of BitNet a4.8 (arXiv 2411.04965).
 
-    python benchmarks/bitnet_training.py RUNS --size tiny --seeds 0,1             on a CPU
-    python benchmarks/bitnet_training.py RUNS --size 30M --seeds 0 --budget 460   on a GPU
-    python benchmarks/bitnet_training.py RUNS --size tiny --seeds 0,1 --report    and the section of the result
+    python benchmarks/bitnet_training.py RUNS --size tiny --seeds 0,1            on a CPU
+    python benchmarks/bitnet_training.py RUNS --size 30M --seeds 0 --budget 440  on a GPU
+    python benchmarks/bitnet_training.py RUNS --size tiny --seeds 0,1 --report   saves a section of the result
 
 A run is one variant and one seed, which decides the first weights and the order of windows for all variants.
 A run that RUNS has is not made again, and none is begun that would end after the budget. Text is documents of
 $NEUZIP_DATA/train-mix.jsonl.gz in an order drawn once; every 20th of them is held out.
 
-variant       what it is                                                                          for
-b1.58         all steps with int8                                                                 Tables 1, 2
-              and its second stages: the last 5 % of the steps with a4.8, a4.8-fp4, or a4.8       Tables 1 to 4
-              with all inputs of o_proj in int8; inputs of b1.58's projections                    Figures 2, 3
-dense         a Llama of these sizes, SiLU, with the same learning rates                          Table 1
-hybrid        a4.8 in all steps, as in the following, without a cooldown                          Figures 4 to 6
-int4, fp4     int4 or fp4 everywhere, for down_proj int4 with twice the mean as in the paper      Figure 4
-down-...      another quantiser for down_proj; swish in place of squared ReLU                     Figure 5
-inputs-...    another quantiser for qkv, gate and up                                              Figure 6
+variant       what it is                                                                      for
+b1.58         all steps with int8                                                             Tables 1, 2
+              second stages: the last 5 % of the steps with a4.8, a4.8-fp4, or a4.8 with      Tables 1 to 4
+              all inputs of o_proj in int8; the inputs of b1.58's projections                 Figures 2, 3
+dense         a Llama of these sizes, SiLU, with the same learning rates                      Table 1
+hybrid        a4.8 in all steps, as in the following, without a cooldown                      Figures 4 to 6
+int4, fp4     one of them everywhere; at down_proj int4 with twice the mean, as in the paper  Figure 4
+down-...      another quantiser for down_proj; swish in place of squared ReLU                 Figure 5
+inputs-...    another quantiser for qkv, gate and up                                          Figure 6
 
 The paper trains its ablations for 25 to 50 billion tokens, at 700M to 3B.
 """
@@ -38,8 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitnet_inputs import input_statistics
 from record import ROOT, Environment, Measurement, save_sections
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from neuzip.compress.workspace import write_file
@@ -49,8 +50,7 @@ from neuzip.eval.measures.perplexity import token_losses
 from neuzip.eval.measures.windows import cut
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import QuantizedTokens
-from neuzip.runtime.activations import ACTIVATIONS, CLAMPED, FOUR_BITS, Activations, site_of
-from neuzip.runtime.bitlinear import BitLinear
+from neuzip.runtime.activations import CLAMPED, FOUR_BITS, Activations, site_of
 from neuzip.runtime.hf.sparsity import sparsity
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import Schedule, run
@@ -98,9 +98,6 @@ MOST_TOKENS = 4_000_000
 LAST = 0.1
 """Share of the steps whose mean loss is the training loss at the end."""
 
-SMALL_INPUT = 0.1
-"""Inputs below this, in roots of the mean square of their token, count as small. Of a Gaussian 8.0 % are."""
-
 QUERY_KEY_BITS = {
     "none": (None, None),
     "4-bit KV": (None, 4),
@@ -117,7 +114,7 @@ SECOND_STAGES: dict[str, str | dict[str, Any]] = {
 
 
 def int4_twice_the_mean(x: Tensor) -> QuantizedTokens:
-    """INT4 absmean with beta = 2 mean(|X|), the paper's for the inputs of down_proj in its full INT4 model."""
+    """INT4 absmean with beta = 2 mean(|X|): the inputs of down_proj in the paper's full INT4 model."""
     beta = (2 * x.float().abs().mean(-1, keepdim=True)).clamp(min=quantizers.EPSILON)
     scale = beta / math.sqrt(7)
     return QuantizedTokens((x.float() / scale).round().clamp(-8, 7).to(torch.int8), scale)
@@ -197,12 +194,14 @@ class Task:
 
     def trainer(self, gate: str = "relu2", ternary: bool = True) -> Trainer:
         """A new model, with the first weights of the seed."""
-        config: Any = self.size.recipe.config(self.texts.vocabulary, self.size.window, hidden_act=gate)
+        config: Any = self.size.recipe.config(
+            self.texts.vocabulary, self.size.window, hidden_act=gate, bos_token_id=0, eos_token_id=0
+        )
         if not ternary:
             kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act",
-                    "num_attention_heads", "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+                    "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+                    "bos_token_id", "eos_token_id")  # fmt: skip
             config = LlamaConfig(**{name: getattr(config, name) for name in kept}, tie_word_embeddings=False)
-        config.bos_token_id = config.eos_token_id = 0
         model = random_model(config, self.texts.vocabulary, self.dtype, self.seed)
         if ternary:
             make_ternary(model)
@@ -262,7 +261,7 @@ def dense(task: Task) -> dict[str, Any]:
 
 
 def two_stages(task: Task) -> dict[str, Any]:
-    """b1.58, and each second stage from the weights and moments of its first: losses, and what is measured."""
+    """b1.58, and each second stage from the weights and moments of the first: losses and other figures."""
     trainer, schedule = task.trainer(), task.schedule(cooldown=True)
     first = TernaryStages("b1.58", task.size.steps).first_hybrid_step
     losses = task.train(trainer, schedule, first)
@@ -299,57 +298,6 @@ def measured(task: Task, stage: str, model: PreTrainedModel) -> dict[str, Any]:
     if stage == "b1.58":
         found |= input_statistics(model, task.batches())
     return found
-
-
-@torch.no_grad()
-def input_statistics(model: nn.Module, batches: list[Tensor]) -> dict[str, Any]:
-    """How the inputs of each site are distributed, and those of o_proj once they are quantised.
-
-    inputs      by site, of x over the root of the mean square of its token: excess kurtosis (0 of a
-                Gaussian), share of small inputs, and the mean over tokens of the largest magnitude
-    out_inputs  by quantiser: share of zeros, and squared error as a share of the squares
-    """
-    by_site: dict[str, list[Tensor]] = {}
-    by_quantizer: dict[str, list[Tensor]] = {}
-
-    def look(site: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].flatten(0, -2).double()
-        z = x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
-        figures = [z.pow(4).mean() - 3, (z.abs() < SMALL_INPUT).double().mean(), z.abs().amax(-1).mean()]
-        by_site.setdefault(site, []).append(torch.stack(figures))
-        if site != "out":
-            return
-        for name in ("int8", "int4", "top_k_int8"):
-            quantize = ACTIVATIONS[name]
-            assert quantize is not None
-            tokens = quantize(inputs[0].flatten(0, -2))
-            error = (tokens.dequantize().double() - x).square().sum() / x.square().sum()
-            zeros = (tokens.codes == 0).double().mean()
-            by_quantizer.setdefault(name, []).append(torch.stack([zeros, error]))
-
-    hooks = [
-        module.register_forward_pre_hook(partial(look, site_of(name) or "other"))
-        for name, module in model.named_modules()
-        if isinstance(module, BitLinear)
-    ]
-    try:
-        for batch in batches:
-            model(batch, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {
-        "inputs": means(by_site, ("excess_kurtosis", "small", "largest")),
-        "out_inputs": means(by_quantizer, ("zeros", "relative_error")),
-    }
-
-
-def means(figures: Mapping[str, list[Tensor]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """The means over layers and batches, by name."""
-    return {
-        key: dict(zip(names, torch.stack(rows).mean(0).tolist(), strict=True))
-        for key, rows in figures.items()
-    }
 
 
 def summary(losses: list[float]) -> dict[str, Any]:
@@ -477,7 +425,9 @@ def report(arguments: argparse.Namespace, size: Size) -> None:
         "size": plain_size(arguments.size, size),
         "parameters": {one["variant"]: one["parameters"] for one in runs if "parameters" in one},
         "figures": others,
-        "failed": [{key: one[key] for key in ("variant", "seed", "failed")} for one in runs if "failed" in one],
+        "failed": [
+            {key: one[key] for key in ("variant", "seed", "failed")} for one in runs if "failed" in one
+        ],
         "cpu_seconds": sum(one["cpu_seconds"] for one in runs),
     }  # fmt: skip
     environment = replace(Environment.read(runs[0]["environment"]), command=command(arguments))
