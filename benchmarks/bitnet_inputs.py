@@ -1,4 +1,4 @@
-"""How the inputs of a ternary model's projections are distributed: Figures 2 and 3 of BitNet a4.8 in numbers."""
+"""Distributions of the inputs of a ternary model: Figures 2 and 3 of BitNet a4.8 in numbers."""
 
 from __future__ import annotations
 

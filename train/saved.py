@@ -75,7 +75,7 @@ def save(run: TrainingRun, folder: Path, like: Path | None, resumable: bool) -> 
 
 
 def _write_model(run: TrainingRun, work: Path, like: Path | None, *, latent: bool) -> None:
-    """Write the weights as they are trained, or, unless `latent`, those of ternary layers as they are used."""
+    """Write all weights; those of ternary layers as they are trained, or, unless `latent`, rounded."""
     with run.weights.dense("cpu"):
         for name, weight in run.model.named_parameters():
             if not bool(weight.isfinite().all()):

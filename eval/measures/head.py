@@ -68,8 +68,8 @@ class HeadedModel:
     `formed` is why they are after all, in words, or None. `seconds` and `fed` add up the time that the model
     took up to its hidden states, and the tokens that it was fed. With `kv_bits`, as `KVCache` takes them,
     every token attends to quantised keys and values, its own included, as decoding would keep them; the first
-    of each window is the text's first. With `query_bits` it does so with quantised queries. Raises NeuzipError
-    if the model keeps something else, or attends otherwise than by sdpa.
+    of each window is the text's first. With `query_bits` queries are quantised too. Raises NeuzipError if the
+    model keeps something else, or attends otherwise than by sdpa.
     """
 
     def __init__(
