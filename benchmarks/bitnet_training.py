@@ -153,7 +153,8 @@ VARIANTS = {
 }
 """Models of the ablations, all steps of one kind."""
 
-NAMES = ("b1.58", "dense", *VARIANTS)
+NAMES = ("b1.58", *VARIANTS, "dense")
+"""All variants, in the order in which they are run: the budget may end before the last ones."""
 
 
 @dataclass(frozen=True)
