@@ -474,8 +474,8 @@ def test_a_ternary_model_has_the_loss_that_training_printed(
     packed = ("--text", "demo", "--residency", "packed", "--conventions", "token", "--json")
     measured = neuzip("eval", small, *packed)
     assert measured.exit_code == 0, measured.stderr
-    found = measured.json["evaluation"]["measured"][0]["scores"][0]["nll"]["value"]
+    found = measured.json["conventions"][0]["after"]["nll"]["value"]
     assert found == pytest.approx(said.json["eval_loss"], rel=1e-9)
     fewer = neuzip("eval", small, *packed, "--query-bits", "2").json
-    assert fewer["evaluation"]["models"][0]["query_bits"] == 2
-    assert fewer["evaluation"]["measured"][0]["scores"][0]["nll"]["value"] != found
+    assert fewer["after"]["query_bits"] == 2
+    assert fewer["conventions"][0]["after"]["nll"]["value"] != found
