@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from neuzip.runtime.activations import ACTIVATIONS, site_of
 from neuzip.runtime.bitlinear import BitLinear
+from neuzip.runtime.hf.sparsity import gates_apart
 
 SMALL_INPUT = 0.1
 """Inputs below this, in roots of the mean square of their token, count as small. Of a Gaussian 8.0 % are."""
@@ -48,8 +49,9 @@ def input_statistics(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, A
         if isinstance(module, BitLinear)
     ]
     try:
-        for batch in batches:
-            model(batch, use_cache=False)
+        with gates_apart(model):
+            for batch in batches:
+                model(batch, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

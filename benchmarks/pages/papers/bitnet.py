@@ -19,7 +19,8 @@ def bitnet() -> PaperSection:
     return PaperSection(
         "BitNet a4.8", "2411.04965",
         (FIGURE_1, table_1(), trained.figure_2(FIGURE_2), trained.figure_3(FIGURE_3),
-         trained.table_2(TABLE_2), trained.table_3(table_3()), trained.table_4(TABLE_4), *ablations(), TABLE_5, TABLE_6, TABLE_7),
+         trained.table_2(TABLE_2), trained.table_3(table_3()), trained.table_4(TABLE_4), *ablations(),
+         TABLE_5, TABLE_6, TABLE_7),
     )  # fmt: skip
 
 
