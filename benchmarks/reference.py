@@ -80,9 +80,16 @@ column_factors = true: each column has a factor of the step, by the spread of it
 """)
 
 TRAIN_KEYS = words("""
-model = folder or Hub id of the model to train; leave it out if you give `scratch`
+model = folder or Hub id of the model to train; leave it out if you give `scratch` or `preset`
 scratch = path of a config.json; training starts from random weights
-tokenizer = folder with the tokenizer for `scratch`
+preset = model and training of the BitNet a4.8 paper, from random weights: `"bitnet-a4.8-700m"`,
+    `"bitnet-a4.8-1.3b"`, `"bitnet-a4.8-3b"` or `"bitnet-a4.8-7b"`. It sets `ternary`, `lr`, `cooldown_lr`,
+    `weight_decay`, `warmup_steps`, `window` and `batch_size`; your own keys replace these
+scale = factor on the width, feed-forward width, heads and layers of `preset`
+tokenizer = folder with the tokenizer for `scratch` or `preset`
+ternary = train ternary weights from random ones; the value is how activations are quantised in the end:
+    `"b1.58"`, `"a4.8"` or `"a4.8-fp4"`
+int8_fraction = share of the steps with 8-bit activations, before those of `ternary`
 text = list of files (.txt, .jsonl, .jsonl.gz), folders, `hf://datasets/...` or `demo`
 output = folder for the model, checkpoints, log.jsonl, loss.svg and run.json
 steps = number of steps
@@ -97,15 +104,18 @@ optimizer_state = `"plain"`, or `"lossless"` to hold the optimizer state lossles
 weight_decay = weight decay of matrices; default: the optimizer's own
 schedule = learning rate schedule: `"cosine"`, `"linear"` or `"constant"`
 warmup_steps = steps of linear warm-up
-min_lr_ratio = final learning rate as a share of `lr`
+min_lr_ratio = final learning rate as a share of the peak
+cooldown_lr = peak learning rate of the cooldown, which has no weight decay; default: no cooldown
+cooldown_start = share of the steps before the cooldown
 max_grad_norm = maximum global gradient norm; 0 disables clipping
 clipping = `"two-pass"` clips by the exact norm with a second backward pass; `"running"` uses the
     norm of the step before
 compressed = hold the weights compressed while training; false trains plain weights (as LOMO does)
-dtype = dtype of a model from `scratch`: `"bfloat16"`, `"float16"` or `"float32"`
+dtype = dtype of a model from `scratch` or `preset`: `"bfloat16"`, `"float16"` or `"float32"`
 compress = write the trained model as a compressed checkpoint
 checkpoint_every = steps between checkpoints; 0 writes one at the end
 budget_minutes = start no step after this time
+eval_text = text on which the trained model's loss is measured, as `neuzip eval` does by default
 seed = seed of window order, dropout, stochastic rounding and random weights
 device = `"auto"`, `"cpu"` or `"cuda"`
 filter_gradients = on a GPU, skip tiles of logits with negligible gradients, as Cut Cross-Entropy

@@ -67,6 +67,7 @@ class EvalOptions:
     kv_text: str | None
     kv_plan: Path | None
     kv_form: KvForm
+    query_bits: int | None
     attention: Attention
     sparsity: bool
     page: Path | None
@@ -145,7 +146,8 @@ def _measure(
             paths, document, conventions=names, window=chosen.window, stride=chosen.stride,
             max_tokens=chosen.max_tokens, device=chosen.device, device_map=chosen.device_map,
             dtype=chosen.dtype, residency=chosen.residency, expert_memory=chosen.expert_memory,
-            activations=mode, kv_form=chosen.kv_form, attention=chosen.attention,
+            activations=mode, kv_form=chosen.kv_form, query_bits=chosen.query_bits,
+            attention=chosen.attention,
         )  # fmt: skip
         bits, calibration = ranks.on_first(lambda: _bits(out, request, task, chosen.kv_text))
         task = replace(task, kv_bits=bits)

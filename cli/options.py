@@ -10,6 +10,7 @@ import typer
 from neuzip.choices import Activations, Attention, DeviceName, KvForm
 from neuzip.cli import tracebacks
 from neuzip.errors import UsageError
+from neuzip.runtime.kv_bits import FEWEST, MOST
 from neuzip.runtime.residencies import RESIDENCIES, Residency, in_words
 
 SourceArgument = Annotated[
@@ -109,6 +110,13 @@ KvFormOption = Annotated[
     KvForm,
     typer.Option("--kv-form", help="How --kv-bits quantises: rotated, in groups; a4.8, a scale per head"),
 ]
+QueryBitsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--query-bits", metavar="N", min=FEWEST, max=MOST, show_default=False,
+        help="Quantise queries too, to N bits with one scale per token and head",
+    ),
+]  # fmt: skip
 AttentionOption = Annotated[
     Attention,
     typer.Option(

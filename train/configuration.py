@@ -6,6 +6,7 @@ docs/reference/config.md has a table of the keys, their defaults and what they m
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from neuzip.errors import NeuzipError, UsageError, unknown_key
 
 from .loop import SHAPES, Schedule
+from .presets import BITNET, BitNetRecipe, preset_keys
 
 if TYPE_CHECKING:
     from .optimizers import Optimizer
+    from .ternary_training import TernaryStages
     from .text import TrainingWindows
 
 if sys.version_info >= (3, 11):
@@ -27,7 +30,7 @@ else:
 
 FREE = (
     "steps", "output", "compress", "checkpoint_every", "budget_minutes", "device", "compressed",
-    "optimizer_state",
+    "optimizer_state", "eval_text",
 )  # fmt: skip
 """Keys whose values may change when a run resumes. Learning rates depend on `steps`."""
 
@@ -37,6 +40,9 @@ LENGTH = 512
 KEPT = ("plain", "lossless")
 OPTIMIZERS = ("sgd", "sgd-stochastic", "adamw", "adamw8bit")
 """Names of optimizers, as in `optimizers.OPTIMIZERS`, which imports torch."""
+
+TERNARY = ("b1.58", "a4.8", "a4.8-fp4")
+"""Activations of ternary models, as in `activations.MODES`, which imports torch."""
 
 TOKENS = "tokens_xxh3"
 
@@ -58,7 +64,11 @@ class TrainingConfiguration:
     lr: float
     model: str | None = None
     scratch: str | None = None
+    preset: str | None = None
+    scale: float = 1.0
     tokenizer: str | None = None
+    ternary: str | None = None
+    int8_fraction: float = 0.95
     window: int | None = None
     batch_size: int = 8
     micro_batch_size: int | None = None
@@ -67,6 +77,8 @@ class TrainingConfiguration:
     schedule: str = "cosine"
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
+    cooldown_lr: float | None = None
+    cooldown_start: float = 0.5
     max_grad_norm: float = 1.0
     clipping: str = "two-pass"
     compressed: bool = True
@@ -75,6 +87,7 @@ class TrainingConfiguration:
     compress: bool = False
     checkpoint_every: int = 0
     budget_minutes: float | None = None
+    eval_text: str | None = None
     seed: int = 0
     device: str = "auto"
     filter_gradients: bool = True
@@ -83,7 +96,20 @@ class TrainingConfiguration:
     def rates(self) -> Schedule:
         """The learning rates."""
         shape: Any = self.schedule  # it was checked
-        return Schedule(self.lr, self.steps, self.warmup_steps, self.min_lr_ratio, shape)
+        return Schedule(
+            self.lr, self.steps, self.warmup_steps, self.min_lr_ratio, shape, self.cooldown_lr,
+            round(self.cooldown_start * self.steps),
+        )  # fmt: skip
+
+    def recipe(self) -> BitNetRecipe | None:
+        """The model of the preset, in the size of this run; None without a preset."""
+        return None if self.preset is None else BITNET[self.preset].scaled(self.scale)
+
+    def stages(self) -> TernaryStages | None:
+        """The activations of all steps; None for a model that is not ternary."""
+        from .ternary_training import TernaryStages
+
+        return None if self.ternary is None else TernaryStages(self.ternary, self.steps, self.int8_fraction)
 
     def method(self) -> Optimizer:
         """The optimizer."""
@@ -157,6 +183,7 @@ def renamed(document: dict[str, Any], file: str, warn: Callable[[str], None]) ->
 
 def checked(document: dict[str, Any], file: str) -> TrainingConfiguration:
     """A configuration of what a file gives. Raises UsageError."""
+    document = _with_preset(document, file)
     fields = {field.name: field for field in dataclasses.fields(TrainingConfiguration)}
     for key in document:
         if key not in fields:
@@ -168,6 +195,17 @@ def checked(document: dict[str, Any], file: str) -> TrainingConfiguration:
     config = TrainingConfiguration(**values)
     _require_sense(file, config)
     return config
+
+
+def _with_preset(document: dict[str, Any], file: str) -> dict[str, Any]:
+    """The entries of a file, with those of its preset that it does not have itself. Raises UsageError."""
+    preset = document.get("preset")
+    if not isinstance(preset, str):
+        return document  # there is none, or `_typed` says what is wrong
+    try:
+        return {**preset_keys(preset), **document}
+    except UsageError as error:
+        raise UsageError(f"{file}: {error.message}", error.hint) from error
 
 
 EXAMPLES = {
@@ -200,17 +238,11 @@ def _typed(file: str, key: str, annotation: Any, value: Any) -> Any:
 
 
 def _require_sense(file: str, config: TrainingConfiguration) -> None:
-    if (config.model is None) == (config.scratch is None):
-        raise UsageError(
-            f"{file}: needs either model or scratch",
-            "model trains a checkpoint further, scratch starts from random weights",
-        )
-    if (config.scratch is None) != (config.tokenizer is None):
-        raise UsageError(f"{file}: tokenizer belongs to scratch", "give both, or only model")
+    _require_start(file, config)
     for name in ("steps", "window", "batch_size"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise UsageError(f"{file}: {name} is {getattr(config, name)}", "give at least 1")
-    for name in ("seed", "weight_decay", "checkpoint_every"):
+    for name in ("seed", "weight_decay", "checkpoint_every", "cooldown_lr"):
         if (getattr(config, name) or 0) < 0:
             raise UsageError(f"{file}: {name} is {getattr(config, name)}", "give at least 0")
     if config.budget_minutes is not None and not config.budget_minutes > 0:
@@ -220,16 +252,42 @@ def _require_sense(file: str, config: TrainingConfiguration) -> None:
     for name, choices in (
         ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
         ("dtype", ("bfloat16", "float16", "float32")), ("optimizer_state", KEPT), ("optimizer", OPTIMIZERS),
+        ("ternary", (None, *TERNARY)),
     ):  # fmt: skip
         if getattr(config, name) not in choices:
             raise UsageError(
-                f"{file}: there is no {name} {getattr(config, name)!r}", f"choose from {', '.join(choices)}"
+                f"{file}: there is no {name} {getattr(config, name)!r}",
+                f"choose from {', '.join(choice for choice in choices if choice is not None)}",
             )
     for name, ignored, instead in (
-        ("dtype", config.scratch is None, "with model, whose weights have their own"),
+        ("dtype", config.model is not None, "with model, whose weights have their own"),
+        ("scale", config.preset is None, "without preset"),
+        ("int8_fraction", config.ternary in (None, "b1.58"), "unless ternary is a4.8 or a4.8-fp4"),
+        ("cooldown_start", config.cooldown_lr is None, "without cooldown_lr"),
         ("min_lr_ratio", config.schedule == "constant", 'with schedule = "constant"'),
         ("clipping", not config.max_grad_norm, "with max_grad_norm = 0"),
     ):
         if ignored and getattr(config, name) != getattr(TrainingConfiguration, name):
             raise UsageError(f"{file}: {name} has no effect {instead}", f"leave out {name}")
     config.rates()
+
+
+def _require_start(file: str, config: TrainingConfiguration) -> None:
+    """Raise UsageError for keys that do not say what a run begins with, and how its weights are trained."""
+    if [config.model, config.scratch, config.preset].count(None) != 2:
+        raise UsageError(
+            f"{file}: needs one of model, scratch and preset",
+            "model trains a checkpoint further, scratch and preset start from random weights",
+        )
+    if (config.model is None) != (config.tokenizer is not None):
+        raise UsageError(f"{file}: tokenizer belongs to scratch or preset", "give both, or only model")
+    if config.ternary is not None and config.model is not None:
+        raise UsageError(
+            f"{file}: ternary starts from random weights, not from a model",
+            "give scratch or preset; neuzip recover makes a trained model ternary",
+        )
+    for name in ("int8_fraction", "cooldown_start"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UsageError(f"{file}: {name} is {getattr(config, name)}", "it is a share, from 0 to 1")
+    if not 0 < config.scale < math.inf:
+        raise UsageError(f"{file}: scale is {config.scale}", "give a number above 0, such as 0.25")

@@ -27,6 +27,7 @@ class BackwardPass:
     count    tokens predicted in the whole batch, by all processes, an int64 scalar
     seed     seed of stochastic rounding; `step` is the number of the step, from 1 on
     scale    fp32 scalar that gradients are multiplied with, or None
+    decay    whether weight decay applies in this step, to the parameters that decay
     exact    gradients are summed over micro-batches or processes, and therefore in fp32
     update   whether weights are changed; a pass that changes none can be repeated
     measure  whether `squares`, the sum of the squares of all gradients, is computed: an fp64 scalar
@@ -43,6 +44,7 @@ class BackwardPass:
     update: bool
     measure: bool
     others: list[Tensor | None]
+    decay: bool = True
     squares: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,10 +69,11 @@ class BackwardPass:
             return
         first = 0 if rows is None else rows.start * weight[0].numel()
         key = RngKey(self.seed, self.step, slot.number, first)
+        decays = slot.decays and self.decay
         with torch.no_grad():
             self.store.update(
                 states,
-                ParameterUpdate(weight.view(-1), gradient.reshape(-1), self.lr, key, self.scale, slot.decays),
+                ParameterUpdate(weight.view(-1), gradient.reshape(-1), self.lr, key, self.scale, decays),
             )
 
 

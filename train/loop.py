@@ -40,7 +40,8 @@ OVER = 1
 class Schedule:
     """Learning rates: from 0 up to `peak` in `warm_up` steps, then down to `least` times `peak` at the end.
 
-    Step `warm_up` - 1 has the peak, step `steps` - 1 the least.
+    Step `warm_up` - 1 has the peak, step `steps` - 1 the least. With a `cooldown_peak`, the steps from
+    `cooldown_start` on have this peak instead, so that the rate falls at once, and no weight decay.
     """
 
     peak: float
@@ -48,6 +49,8 @@ class Schedule:
     warm_up: int = 0
     least: float = 0.1
     shape: Shape = "cosine"
+    cooldown_peak: float | None = None
+    cooldown_start: int = 0
 
     def __post_init__(self) -> None:
         if not (self.peak >= 0 and 0 <= self.least <= 1 and self.warm_up >= 0):
@@ -59,14 +62,23 @@ class Schedule:
             raise UsageError(f"there is no schedule {self.shape!r}", f"choose from {', '.join(SHAPES)}")
 
     def __call__(self, step: int) -> float:
+        peak = self.peak if self.cooldown_peak is None or self.decays(step) else self.cooldown_peak
+        return peak * self._share(step)
+
+    def decays(self, step: int) -> bool:
+        """Whether a step has weight decay."""
+        return self.cooldown_peak is None or step < self.cooldown_start
+
+    def _share(self, step: int) -> float:
+        """The rate of a step as a share of the peak."""
         if step < self.warm_up:
-            return self.peak * (step + 1) / self.warm_up
+            return (step + 1) / self.warm_up
         if self.shape == "constant":
-            return self.peak
+            return 1.0
         first = max(0, self.warm_up - 1)
         done = min(1.0, (step - first) / max(1, self.steps - 1 - first))
         left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.peak * (self.least + (1 - self.least) * left)
+        return self.least + (1 - self.least) * left
 
 
 def run(

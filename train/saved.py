@@ -26,6 +26,7 @@ from .plain import write_plain
 from .rng_states import KEY, RngStates
 from .state_file import read_state, write_state
 from .states import StatePieces, StateStore
+from .ternary_training import round_to_ternary
 from .units import ParameterSlot
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def save(run: TrainingRun, folder: Path, like: Path | None, resumable: bool) -> 
         with workspace(folder, like) as work:
             clear(work, overwrite=True)
             with storing(work):
-                _write_model(run, work, like)
+                _write_model(run, work, like, latent=resumable)
                 if resumable:
                     _write_state(run, work, rng_states)
             publish(work, folder)
@@ -73,7 +74,8 @@ def save(run: TrainingRun, folder: Path, like: Path | None, resumable: bool) -> 
         dist.barrier()
 
 
-def _write_model(run: TrainingRun, work: Path, like: Path | None) -> None:
+def _write_model(run: TrainingRun, work: Path, like: Path | None, *, latent: bool) -> None:
+    """Write all weights; those of ternary layers as they are trained, or, unless `latent`, rounded."""
     with run.weights.dense("cpu"):
         for name, weight in run.model.named_parameters():
             if not bool(weight.isfinite().all()):
@@ -81,6 +83,8 @@ def _write_model(run: TrainingRun, work: Path, like: Path | None) -> None:
                     f"{name} has values that are no numbers after step {run.steps}: nothing is written",
                     "go on from the last checkpoint with a lower learning rate, or with clipping",
                 )
+        if not latent:
+            round_to_ternary(run.model)
         write_plain(run.model, work, like, without=STATE_FILE)
 
 

@@ -196,19 +196,20 @@ class Trainer:
 
     # A step
 
-    def step(self, batch: Tensor | Mapping[str, Tensor], lr: float) -> float:
+    def step(self, batch: Tensor | Mapping[str, Tensor], lr: float, *, decay: bool = True) -> float:
         """Run forward pass, backward pass and update. Returns the mean loss in nats per predicted token.
 
         batch  int64 [B, T + 1]: windows in which each token predicts the next. Or a mapping with "input_ids"
                [B, T], optionally "labels" [B, T] and optionally "attention_mask". Labels follow transformers:
                a label belongs to the token at its own position, and -100 excludes it. B may differ between
                processes
+        decay  False leaves out the optimizer's weight decay in this step
         """
         micros, count = self._forward(batch)
         self.steps += 1
         scale = None
         if self.clip is not None and self.clipping == "two-pass":
-            _, squares = self._backward(micros, count, lr, None, update=False)
+            _, squares = self._backward(micros, count, lr, None, update=False, decay=decay)
             self.norm = math.sqrt(float(squares))
             if not math.isfinite(self.norm):
                 self.steps -= 1
@@ -219,7 +220,7 @@ class Trainer:
             scale = self._scale(self.norm)
         elif self.clip is not None and self.norm is not None:
             scale = self._scale(self.norm)
-        loss, squares = self._backward(micros, count, lr, scale, update=True)
+        loss, squares = self._backward(micros, count, lr, scale, update=True, decay=decay)
         if self.clip is not None and self.clipping == "running":
             self.norm = math.sqrt(float(squares))
             if not math.isfinite(self.norm):
@@ -267,8 +268,9 @@ class Trainer:
         return micros, summed(torch.stack(counts).sum())
 
     def _backward(
-        self, micros: Sequence[MicroBatch], count: Tensor, lr: float, scale: Tensor | None, *, update: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, micros: Sequence[MicroBatch], count: Tensor, lr: float, scale: Tensor | None, *, update: bool,
+        decay: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run a backward pass. Returns the loss, and the sum of the squares of all gradients.
 
         Without `update` no weight is changed, and the pass can be repeated.
@@ -277,7 +279,7 @@ class Trainer:
             self.store, count, self.seed, self.steps, lr, scale,
             exact=len(micros) > 1 or world_size() > 1, update=update,
             measure=self.clip is not None and (not update or self.clipping == "running"),
-            others=[None] * len(self.weights.trained_others),
+            others=[None] * len(self.weights.trained_others), decay=decay,
         )  # fmt: skip
         nll, tied_gradients = self._head.backward(micros, backward)
         layers = self.weights.layers

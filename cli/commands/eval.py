@@ -30,7 +30,7 @@ GROUPS = {
     "Text and perplexity": ("text", "original", "conventions", "window", "stride", "max_tokens"),
     "How the model runs": (
         "residency", "expert_memory", "activations", "kv_bits", "kv_text", "kv_plan", "kv_form",
-        "attention", "dtype", "device", "device_map",
+        "query_bits", "attention", "dtype", "device", "device_map",
     ),
     "Benchmark tasks": ("tasks", "limit"),
     "Report": ("page", "sweep", "sparsity", "overwrite"),
@@ -39,7 +39,7 @@ GROUPS = {
 NEEDS = {
     **dict.fromkeys(
         ("--conventions", "--window", "--stride", "--max-tokens", "--activations", "--kv-bits",
-         "--attention", "--sparsity", "--report"), ("--text",),
+         "--query-bits", "--attention", "--sparsity", "--report"), ("--text",),
     ),
     **KV_NEEDS,
     "--sweep": ("--report",),
@@ -137,6 +137,7 @@ def command(
     kv_text: options.KvTextOption = None,
     kv_plan: options.KvPlanOption = None,
     kv_form: options.KvFormOption = "rotated",
+    query_bits: options.QueryBitsOption = None,
     attention: AttentionOption = "recorded",
     sparsity: SparsityOption = False,
     page: PageOption = None,
@@ -155,8 +156,8 @@ def command(
             src=src, text=text, original=original, conventions=conventions, window=window, stride=stride,
             max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
             expert_memory=options.size(expert_memory), activations=activations, kv_bits=kv_bits,
-            kv_text=kv_text, kv_plan=kv_plan, kv_form=kv_form, attention=attention, sparsity=sparsity,
-            page=page, sweep=sweep,
-            tasks=tasks, limit=limit, overwrite=overwrite, json=json, quiet=quiet,
+            kv_text=kv_text, kv_plan=kv_plan, kv_form=kv_form, query_bits=query_bits, attention=attention,
+            sparsity=sparsity, page=page, sweep=sweep, tasks=tasks, limit=limit, overwrite=overwrite,
+            json=json, quiet=quiet,
         )
     )  # fmt: skip

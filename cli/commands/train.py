@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from neuzip.compress.ranks import Ranks
+    from neuzip.eval.measures.texts import Text
     from neuzip.train.configuration import TrainingConfiguration
     from neuzip.train.distributed import Team
     from neuzip.train.loop import Figures
@@ -46,11 +47,20 @@ EXAMPLES = [
     "steps = 1000",
     "lr = 1e-5",
     "",
+    "A run.toml for a ternary model from random weights:",
+    'preset = "bitnet-a4.8-700m"',
+    "scale = 0.25",
+    'tokenizer = "my-model"',
+    'text = ["my.txt"]',
+    'eval_text = "other.txt"',
+    'output = "ternary"',
+    "steps = 1000",
+    "",
     "More keys: window, batch_size, micro_batch_size, optimizer,",
     "optimizer_state, weight_decay, schedule, warmup_steps, min_lr_ratio,",
-    "max_grad_norm, clipping, compressed, compress, checkpoint_every,",
-    "budget_minutes, seed, device, filter_gradients, deterministic, scratch,",
-    "tokenizer, dtype",
+    "cooldown_lr, cooldown_start, max_grad_norm, clipping, compressed,",
+    "compress, checkpoint_every, budget_minutes, seed, device,",
+    "filter_gradients, deterministic, scratch, ternary, int8_fraction, dtype",
 ]
 
 
@@ -80,8 +90,8 @@ def command(
         settings = configuration.read(config, out.warning)
         require_device(settings.device)
         ranks.on_first(lambda: refuse_folder(settings, resume, overwrite))
-        like, documents = ranks.first_before_others(
-            lambda: (_source(out, settings), _documents(settings.text))
+        like, documents, held_out = ranks.first_before_others(
+            lambda: (_source(out, settings), _documents(settings.text), _held_out(settings))
         )
         import_large()
         from neuzip.eval.measures.distributed import take_a_gpu
@@ -107,11 +117,13 @@ def command(
                 ranks.on_first(lambda: make_folder(settings, windows))
             with _going_on():
                 figures = _train(out, settings, trainer, windows, own, like, log=ranks.is_first)
+                loss = None if held_out is None else _held_out_loss(out, trainer, like, held_out)
                 _write_model(out, settings, trainer, like, ranks)
         if ranks.is_first:
             with _going_on():
                 picture_of_losses(figures, settings.output / PICTURE)
-            show_training(out, settings, trainer, windows, figures, time.monotonic() - began, ranks.world)
+            seconds = time.monotonic() - began
+            show_training(out, settings, trainer, windows, figures, loss, seconds, ranks.world)
 
 
 @contextmanager
@@ -144,6 +156,7 @@ def _train(
     """Take the steps that are left, with a checkpoint at the end. Ctrl-C is told here, and exits with 130."""
     from neuzip.eval.measures.convention_names import special_text
     from neuzip.train.loop import run
+    from neuzip.train.ternary_training import set_activations
 
     start = trainer.steps
     front = special_text(windows.special_tokens)
@@ -152,9 +165,13 @@ def _train(
         f" {bytes_text(trainer.stored_bytes)} of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
     )
 
+    rates, stages = settings.rates(), settings.stages()
+
     def step(number: int, lr: float) -> Figures:
         batch = windows.batch(number)
-        loss = trainer.step(own.share(batch), lr)
+        if stages is not None:
+            set_activations(trainer.model, stages.activations_at(number))
+        loss = trainer.step(own.share(batch), lr, decay=rates.decays(number))
         figures: Figures = {"loss": loss, "tokens": batch[:, 1:].numel()}
         return figures if trainer.norm is None else {**figures, "norm": trainer.norm}
 
@@ -184,7 +201,7 @@ def _train(
         minutes = settings.budget_minutes
         try:
             figures = run(
-                step, steps=settings.steps, schedule=settings.rates(),
+                step, steps=settings.steps, schedule=rates,
                 log=settings.output / LOG if log else None, start=start,
                 every=settings.checkpoint_every or None, checkpoint=save, progress=progress,
                 budget_seconds=None if minutes is None else 60 * minutes, device=trainer.device,
@@ -204,7 +221,7 @@ def _source(out: Output, settings: TrainingConfiguration) -> Path:
     """The folder of the model, or of the tokenizer of one that begins anew."""
     source = settings.model if settings.model is not None else settings.tokenizer
     assert source is not None
-    return resolved_model(out, source) if settings.scratch is None else resolved(out, source)
+    return resolved(out, source) if settings.model is None else resolved_model(out, source)
 
 
 def _begin(
@@ -241,15 +258,51 @@ def _begin(
 def _model(
     settings: TrainingConfiguration, path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
-    """The checkpoint of a folder, or random weights."""
+    """The checkpoint of a folder, or random weights, latent ones for a ternary model."""
     import torch
 
     from neuzip.runtime.hf.load import load_model
     from neuzip.train.scratch import random_model
+    from neuzip.train.ternary_training import make_ternary
 
-    if settings.scratch is None:
+    if settings.model is not None:
         return load_model(path, attention=False)
-    return random_model(Path(settings.scratch), len(tokenizer), getattr(torch, settings.dtype), settings.seed)
+    if (recipe := settings.recipe()) is not None:
+        assert settings.window is not None
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        config: Any = recipe.config(len(tokenizer), settings.window, **ends)
+    else:
+        assert settings.scratch is not None
+        config = Path(settings.scratch)
+    model = random_model(config, len(tokenizer), getattr(torch, settings.dtype), settings.seed)
+    if settings.ternary is not None:
+        make_ternary(model)
+    return model
+
+
+def _held_out(settings: TrainingConfiguration) -> Text | None:
+    """The text that the trained model is to predict. Raises NeuzipError for what is no text."""
+    from neuzip.eval.measures.texts import read_text
+
+    return None if settings.eval_text is None else read_text(settings.eval_text)
+
+
+def _held_out_loss(out: Output, trainer: Trainer, tokenizer_path: Path, text: Text) -> float:
+    """The mean loss of the model as it is now, in nats per token, as `neuzip eval` has it first."""
+    from neuzip.eval.measures.conventions import Tokenised
+    from neuzip.eval.measures.head import HeadedModel
+    from neuzip.eval.measures.perplexity import token_losses
+    from neuzip.runtime.hf.decoder import positions
+    from neuzip.runtime.hf.tokenizer import load_tokenizer
+
+    limit = positions(trainer.model.config)
+    reading = Tokenised(text, load_tokenizer(tokenizer_path), limit).read_for_comparison()
+    with (
+        trainer.dense(trainer.device) as model,
+        out.progress("evaluate", reading.convention.tokens, unit="tokens") as advance,
+    ):
+        losses = token_losses(HeadedModel(model), reading.ids, reading.windows, on_tokens=advance)
+    return float(losses.mean(dtype="float64"))
 
 
 def _documents(sources: list[str]) -> list[str]:
@@ -280,5 +333,5 @@ def _write_model(
     plain = settings.output / f"{MODEL}-plain"
     trainer.save(plain, like=like, resumable=False)
     if ranks.is_first:
-        compress(plain, target, overwrite=True)
+        compress(plain, target, overwrite=True, ternary=settings.ternary is not None)
         shutil.rmtree(plain)

@@ -58,6 +58,7 @@ OBJECTS: Mapping[str, Keys] = {
         kv_layers         : list of (KVLayerBits or null) or null - bits of each layer's keys and values,
         | null for a layer without any; null if the KV cache was not quantised
         kv_form           : string or null - form of the KV cache: rotated or a4.8
+        query_bits        : integer or null - bits of the queries; null if they were not quantised
         attention_bits    : list of (integer or null) or null - bits of each layer's attention, null for
         | full precision
         attention_calls   : map of integer - number of attention calls by how they ran

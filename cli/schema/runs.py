@@ -315,6 +315,7 @@ COMMANDS: Mapping[str, Keys] = {
         steps              : integer - steps taken
         loss               : number [nats per token] - mean loss of the last steps
         loss_of_steps      : integer - number of steps in `loss`
+        eval_loss          : number or null [nats per token] - mean loss of `eval_text` after training
         tokens_per_second  : number [tokens/s] - median speed
         peak_bytes         : integer [bytes] - peak memory
         weight_bytes       : integer [bytes] - memory of the compressed weights

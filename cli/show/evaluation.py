@@ -114,6 +114,8 @@ def show_evaluation(out: Output, evaluation: Evaluation) -> None:
     out.text(f"in      {e.models[-1].dtype} on {e.device}{residency}{_inputs(e)}{many}; {versions}")
     if e.models[-1].kv_layers is not None:
         out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1])}")
+    if e.models[-1].query_bits is not None:
+        out.text(f"queries {_names(e)[-1]} with queries in {e.models[-1].query_bits} bits")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")

@@ -25,6 +25,7 @@ def show_training(
     trainer: Trainer,
     windows: TrainingWindows,
     figures: list[Figures],
+    held_out_loss: float | None,
     seconds: float,
     world: int,
 ) -> None:
@@ -41,6 +42,8 @@ def show_training(
     peak = max(int(one["memory_bytes"]) for one in figures)
     steps = len(figures)
     out.text(f"loss     {loss:.4f} nats per token, mean of the last {len(last)} of {steps:,} steps")
+    if held_out_loss is not None:
+        out.text(f"eval     {held_out_loss:.4f} nats per token of {settings.eval_text}")
     out.text(f"speed    {speed:,.0f} tokens/s")
     sizes = f"weights {bytes_text(trainer.stored_bytes)}, states {bytes_text(trainer.state_bytes)}"
     out.text(f"memory   peak {bytes_text(peak)}; between steps {sizes}")
@@ -55,7 +58,7 @@ def show_training(
         {
             "model": settings.output / MODEL, "checkpoint": settings.output / CHECKPOINT,
             "log": settings.output / LOG, "picture": settings.output / PICTURE,
-            "steps": steps, "loss": loss, "loss_of_steps": len(last),
+            "steps": steps, "loss": loss, "loss_of_steps": len(last), "eval_loss": held_out_loss,
             "tokens_per_second": speed, "peak_bytes": peak, "weight_bytes": trainer.stored_bytes,
             "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
             "special_tokens": windows.special_tokens, "device": str(trainer.device), "processes": world,

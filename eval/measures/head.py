@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import HeadForm
+from neuzip.runtime.hf.query_bits import quantized_queries
 from neuzip.runtime.kv_bits import BitsArgument
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
 
@@ -67,7 +68,8 @@ class HeadedModel:
     `formed` is why they are after all, in words, or None. `seconds` and `fed` add up the time that the model
     took up to its hidden states, and the tokens that it was fed. With `kv_bits`, as `KVCache` takes them,
     every token attends to quantised keys and values, its own included, as decoding would keep them; the first
-    of each window is the text's first. Raises NeuzipError if the model keeps something else.
+    of each window is the text's first. With `query_bits` queries are quantised too. Raises NeuzipError if the
+    model keeps something else, or attends otherwise than by sdpa.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class HeadedModel:
         *,
         kv_bits: BitsArgument | None = None,
         kv_form: KvForm | HeadForm = "rotated",
+        query_bits: int | None = None,
     ) -> None:
         self.model = model
-        self.kv_bits, self.kv_form = kv_bits, kv_form
+        self.kv_bits, self.kv_form, self.query_bits = kv_bits, kv_form, query_bits
         self.device = input_device(model)
         self.seconds, self.fed = 0.0, 0
         self.scale: float = 1.0
@@ -149,7 +152,8 @@ class HeadedModel:
         options: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
             options["past_key_values"] = cache
-        logits: Tensor = self.model(input_ids=ids.to(self.device), **options).logits
+        with nullcontext() if self.query_bits is None else quantized_queries(self.model, self.query_bits):
+            logits: Tensor = self.model(input_ids=ids.to(self.device), **options).logits
         if cache is not None:
             cache.require_use(self.name)
         return logits

@@ -94,7 +94,8 @@ class MeasuredModel:
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
     to form logits, or None. `kv_layers` are the bits of its keys and values in each layer, in the form
-    `kv_form`, None if they are as they were, and `kv_bits` those of all if they are the same.
+    `kv_form`, None if they are as they were, and `kv_bits` those of all if they are the same. `query_bits`
+    are those of queries, or None.
     `attention_bits` are those of each layer's attention, None where nothing is quantised, and
     `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers are
     quantised, None if they are not.
@@ -108,6 +109,7 @@ class MeasuredModel:
     kv_bits: int | None = None
     kv_layers: Layers | None = None
     kv_form: KvForm | None = None
+    query_bits: int | None = None
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
     activations: Activations | None = None
@@ -160,8 +162,9 @@ class EvaluationTask:
     `compared` is the reading under which models are compared: the first of `readings`, or the reading "bos"
     where the tokenizer puts BOS in front of a text and windows of the first begin without it. `device` is a
     torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits` are those of
-    the last checkpoint's keys and values, in the form `kv_form`, `activations` its mode where weights are
-    ternary, and `attention` how it attends; all others do as they record.
+    the last checkpoint's keys and values, in the form `kv_form`, `query_bits` those of its queries,
+    `activations` its mode where weights are ternary, and `attention` how it attends; all others do as they
+    record.
     """
 
     paths: tuple[Path, ...]
@@ -177,6 +180,7 @@ class EvaluationTask:
     attention: AttentionChoice = "recorded"
     expert_memory: int | None = None
     kv_form: KvForm = "rotated"
+    query_bits: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -213,6 +217,7 @@ def prepare(
     activations: str | None = None,
     kv_bits: BitsArgument | None = None,
     kv_form: KvForm = "rotated",
+    query_bits: int | None = None,
     attention: AttentionChoice = "recorded",
     expert_memory: int | None = None,
 ) -> EvaluationTask:
@@ -224,7 +229,7 @@ def prepare(
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
     checkpoint, and no other, attends to keys and values in as many bits and that `kv_form`; `activations` are
-    its alone too (see runtime/activations.py), and so is `attention` (see
+    its alone too (see runtime/activations.py), and so are `query_bits`, of its queries, and `attention` (see
     `runtime.hf.attention_choice.choose`). `expert_memory` is for all models (see `load_model`). Raises
     NeuzipError, and UsageError for what the model cannot do.
     """
@@ -249,7 +254,7 @@ def prepare(
         compared = tokenised.read(BOS, window)
     return EvaluationTask(
         paths, text, tuple(readings), compared, skipped, place, kind, residency, kv_bits, activations,
-        attention, expert_memory, kv_form,
+        attention, expert_memory, kv_form, query_bits,
     )  # fmt: skip
 
 
@@ -355,8 +360,9 @@ def _one_by_one(
 
 def _load(task: EvaluationTask, number: int) -> HeadedModel:
     is_last = number == len(task.paths) - 1
-    bits = task.kv_bits if is_last else None
-    return HeadedModel(load(task, number), kv_bits=bits, kv_form=task.kv_form)
+    bits, query_bits = (task.kv_bits, task.query_bits) if is_last else (None, None)
+    model = load(task, number)
+    return HeadedModel(model, kv_bits=bits, kv_form=task.kv_form, query_bits=query_bits)
 
 
 def load(task: EvaluationTask, number: int) -> PreTrainedModel:
@@ -387,6 +393,7 @@ def _described(model: HeadedModel, kv_form: KvForm, ranks: Ranks) -> MeasuredMod
         kv_bits=single(layers),
         kv_layers=layers,
         kv_form=None if layers is None else kv_form,
+        query_bits=model.query_bits,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
         activations=activations_in_use(model.model),

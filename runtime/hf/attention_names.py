@@ -10,3 +10,6 @@ NAMES: dict[str, int | None] = {"neuzip_sage8": 8, "neuzip_sage4": 4, BY_LAYER: 
 
 PACKED_CACHE = "neuzip_kv"
 """Attention that reads packed keys and values."""
+
+QUERY_BITS: dict[str, int] = {f"neuzip_queries{bits}": bits for bits in range(1, 9)}
+"""Attention with quantised queries by name: bits of queries."""

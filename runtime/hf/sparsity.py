@@ -60,7 +60,7 @@ def sparsity(model: nn.Module, batches: Iterable[Any]) -> Sparsity:
     """
     counts: dict[str, _Count] = defaultdict(_Count)
     tokens = 0
-    with _hooks(model, counts), _gates_apart(model):
+    with _hooks(model, counts), gates_apart(model):
         for ids in batches:
             model(ids)
             tokens += ids.numel()
@@ -132,8 +132,8 @@ def _hooks(model: nn.Module, counts: dict[str, _Count]) -> Iterator[None]:
 
 
 @contextmanager
-def _gates_apart(model: nn.Module) -> Iterator[None]:
-    """Compute gate and up by themselves."""
+def gates_apart(model: nn.Module) -> Iterator[None]:
+    """Context in which gate and up are called as modules, so that hooks see their inputs."""
     together = [module for module in model.modules() if isinstance(module, ReLU2GLU) and not module.apart]
     for module in together:
         module.apart = True

@@ -74,8 +74,8 @@ def test_a_stopped_run_goes_on_to_the_same_model(
 
     step = Trainer.step
 
-    def interrupted(self: Trainer, batch: Any, lr: float) -> float:
-        found = step(self, batch, lr)
+    def interrupted(self: Trainer, batch: Any, lr: float, **options: Any) -> float:
+        found = step(self, batch, lr, **options)
         if self.steps == 2:
             signal.raise_signal(signal.SIGINT)
         return found
@@ -319,8 +319,22 @@ GIVEN: dict[str, Any] = {"model": "m", "text": ["a"], "output": "o", "steps": 1,
         ({"optimizer_state": "zipped"}, "no optimizer_state 'zipped'", "plain, lossless"),
         ({"schedule": "cosin"}, "no schedule 'cosin'", "cosine"),
         ({"lr": -1}, "lr -1.0", "at least 0"),
-        ({"model": None}, "needs either model or scratch", "random weights"),
-        ({"scratch": "c"}, "needs either model or scratch", "random weights"),
+        ({"model": None}, "needs one of model, scratch and preset", "random weights"),
+        ({"scratch": "c"}, "needs one of model, scratch and preset", "random weights"),
+        ({"model": None, "preset": "bitnet"}, "there is no preset 'bitnet'", "bitnet-a4.8-3b"),
+        ({"model": None, "preset": "bitnet-a4.8-3b"}, "tokenizer belongs to scratch or preset", "both"),
+        ({"ternary": "a4.8"}, "ternary starts from random weights", "neuzip recover"),
+        (
+            {"model": None, "scratch": "c", "tokenizer": "t", "ternary": "none"},
+            "no ternary 'none'",
+            "a4.8-fp4",
+        ),
+        ({"scale": 0.5}, "scale has no effect without preset", "leave out scale"),
+        ({"scale": -1}, "scale is -1.0", "above 0"),
+        ({"int8_fraction": 0.5}, "int8_fraction has no effect", "leave out int8_fraction"),
+        ({"int8_fraction": 2}, "int8_fraction is 2.0", "from 0 to 1"),
+        ({"cooldown_start": 0.2}, "cooldown_start has no effect without cooldown_lr", "leave out"),
+        ({"cooldown_lr": -1}, "cooldown_lr is -1", "at least 0"),
         ({"tokenizer": "t"}, "tokenizer belongs to scratch", "both"),
         ({"dtype": "float32"}, "dtype has no effect with model", "leave out dtype"),
         ({"schedule": "constant", "min_lr_ratio": 0}, "min_lr_ratio has no effect", "leave out min_lr_ratio"),
@@ -439,3 +453,29 @@ def test_help_names_every_key(neuzip: Speak) -> None:
     words = set(re.findall(r"\w+", said[said.index("A run.toml:") :]))
     keys = {field.name for field in dataclasses.fields(configuration.TrainingConfiguration)}
     assert keys <= words, keys - words
+
+
+@pytest.mark.slow
+def test_a_ternary_model_has_the_loss_that_training_printed(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, root: Path
+) -> None:
+    changes = {
+        "model": None, "preset": "bitnet-a4.8-700m", "scale": 0.05, "window": 64, "warmup_steps": 1,
+        "tokenizer": str(root / "eval/demo/checkpoint"), "eval_text": "demo", "int8_fraction": 0.5,
+        "lr": 1e-2, "cooldown_lr": 5e-3,
+    }  # fmt: skip
+    said = neuzip("train", write(**changes), "--json")
+    assert said.exit_code == 0, said.stderr
+    model, small = tmp_path / "out" / "model", tmp_path / "small"
+    config = json.loads((model / "config.json").read_text())
+    assert (config["model_type"], config["hidden_act"], config["hidden_size"]) == ("bitnet", "relu2", 64)
+    assert config["neuzip"]["activations"] == "a4.8"
+    assert neuzip("compress", model, small, "--ternary").exit_code == 0
+    packed = ("--text", "demo", "--residency", "packed", "--conventions", "token", "--json")
+    measured = neuzip("eval", small, *packed)
+    assert measured.exit_code == 0, measured.stderr
+    found = measured.json["conventions"][0]["after"]["nll"]["value"]
+    assert found == pytest.approx(said.json["eval_loss"], rel=1e-9)
+    fewer = neuzip("eval", small, *packed, "--query-bits", "2").json
+    assert fewer["after"]["query_bits"] == 2
+    assert fewer["conventions"][0]["after"]["nll"]["value"] != found

@@ -145,8 +145,8 @@ import os, signal, sys, time
 from neuzip.cli import run
 from neuzip.train.trainer import Trainer
 step = Trainer.step
-def meddled(self, batch, lr):
-    found = step(self, batch, lr)
+def meddled(self, batch, lr, **options):
+    found = step(self, batch, lr, **options)
     {what}
     return found
 Trainer.step = meddled

@@ -71,6 +71,7 @@ def make_latent(
     learned: bool,
     group: Group,
     dtype: torch.dtype,
+    latent_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Put LatentLinear layers in the place of those in `starts`, or of all linear ones if there is none.
 
@@ -91,7 +92,7 @@ def make_latent(
         layer = LatentLinear(
             originals[name].weight.to(student.device), linear.bias, start=start, learned=learned,
             group=group if start is None else "row" if start.scale.dim() else None,
-            activation=by_site.at(name), dtype=dtype,
+            activation=by_site.at(name), dtype=dtype, latent_dtype=latent_dtype,
         )  # fmt: skip
         student.set_submodule(name, layer)
     student.requires_grad_(True)

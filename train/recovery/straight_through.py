@@ -7,6 +7,7 @@ quantisers of weights and of inputs, and the choice of the largest inputs, as if
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from neuzip.runtime.activations import ACTIVATIONS, CLAMPED
 
 Group = Literal["row"] | None
 
+Quantizer = Callable[[Tensor], QuantizedTokens]
+
 MARGIN = 0.05
 """Least distance of a latent weight from the ends of its code's range at the start, in scales."""
 
@@ -29,10 +32,10 @@ LEAST_TOKENS = 17
 class LatentLinear(nn.Module):
     """y = Q(x) W_q^T + bias, W_q = s * codes: code 1 where a latent weight is above s / 2, -1 below -s / 2.
 
-    weight      fp32 [out, in], latent
+    weight      [out, in], latent; fp32 unless `latent_dtype` says otherwise
     log_scale   of a scale that is learned, fp32 [] or [out, 1]; None: s is the mean magnitude of the latent
                 weights, as in BitNet b1.58, of all or of a row
-    activation  one of `bitlinear.ACTIVATIONS`
+    activation  one of `activations.ACTIVATIONS`, or a quantiser that only training has
     strength    lambda of the warm-up, 0 to 1: x + lambda (Q(x) - x) is multiplied with W + lambda (W_q - W)
     dtype       what the checkpoint has; scales are of its values
 
@@ -50,14 +53,16 @@ class LatentLinear(nn.Module):
         start: Ternary | None = None,
         learned: bool = False,
         group: Group = None,
-        activation: str = "int8",
+        activation: str | Quantizer = "int8",
         dtype: torch.dtype = torch.bfloat16,
+        latent_dtype: torch.dtype = torch.float32,
     ) -> None:
         """A layer from dense weights [out, in]. `start` has its first codes and learned scales."""
         super().__init__()
-        latent = weight.detach().to(torch.float32, copy=True)
+        latent = weight.detach().to(latent_dtype, copy=True)
         self.weight = nn.Parameter(latent)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().float()))
+        own_bias = None if bias is None else nn.Parameter(bias.detach().to(latent_dtype, copy=True))
+        self.register_parameter("bias", own_bias)
         self.group, self.dtype, self.activation, self.strength = group, dtype, activation, 1.0
         self.out_features, self.in_features = latent.shape
         log_scale = None
@@ -106,7 +111,7 @@ class LatentLinear(nn.Module):
             exact = self.log_scale.exp()
             step = self.codes(scale) * (scale + exact - exact.detach())
         weight = self.weight + self.strength * (step - self.weight.detach())
-        quantizer = ACTIVATIONS[self.activation]
+        quantizer = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         if quantizer is not None:
             x = x + self.strength * (quantizer(x.detach()).dequantize(x.dtype) - x.detach())
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -174,11 +179,13 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight, of_scale, of_bias, None
 
 
-def quantize_tokens(x: Tensor, activation: str) -> QuantizedTokens:
+def quantize_tokens(x: Tensor, activation: str | Quantizer) -> QuantizedTokens:
     """Codes and scales of x [tokens, in], on a GPU by the kernel of inference, the same bits.
 
-    There codes have columns of zeros up to a multiple of 256.
+    There codes have columns of zeros up to a multiple of 256. A quantiser that is no name is called as it is.
     """
+    if not isinstance(activation, str):
+        return activation(x)
     if not x.is_cuda or not x.numel():
         return quantize(x, activation, clamped=CLAMPED)
     from neuzip.kernels.device.launch import launching
