@@ -49,9 +49,7 @@ class SparseDeltaHeader:
 
     def encode(self) -> bytes:
         """The first HEADER_BYTES bytes."""
-        fields = _FIELDS.pack(
-            MAGIC, self.number, self.start, self.end, self.layout, self.blocks, self.words
-        )
+        fields = _FIELDS.pack(MAGIC, self.number, self.start, self.end, self.layout, self.blocks, self.words)
         return fields + xxhash.xxh3_64_digest(fields)[::-1]
 
     @classmethod

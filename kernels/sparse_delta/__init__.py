@@ -10,6 +10,6 @@ payloads and both zeros included. formats/SPEC.md has the layout.
 """
 
 from neuzip.kernels.sparse_delta.blocks import BlockMap
-from neuzip.kernels.sparse_delta.ops import Checked, Coded, apply, changed, check, digest, encode
+from neuzip.kernels.sparse_delta.ops import CheckedDelta, CodedDelta, apply, changed, check, digest, encode
 
-__all__ = ["BlockMap", "Checked", "Coded", "apply", "changed", "check", "digest", "encode"]
+__all__ = ["BlockMap", "CheckedDelta", "CodedDelta", "apply", "changed", "check", "digest", "encode"]

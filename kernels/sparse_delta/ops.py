@@ -25,7 +25,7 @@ INTERPRET = False
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedDelta:
     """A coded difference: a descriptor of each block, and the words of all, int32 each."""
 
     descriptors: torch.Tensor
@@ -33,7 +33,7 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedDelta:
     """What `check` finds out of a coded difference, on the device.
 
     change   what the digest of the weights gains when the difference is applied
@@ -59,7 +59,7 @@ def digest(tensors: Tensors, blocks: BlockMap) -> torch.Tensor:
     return _modulo(sum(_each(cpu.digest, jobs)))
 
 
-def encode(old: Tensors, new: Tensors, blocks: BlockMap) -> Coded:
+def encode(old: Tensors, new: Tensors, blocks: BlockMap) -> CodedDelta:
     """Code the difference of tensors: the host waits for a GPU once, to learn how many words there are."""
     device = _device(old)
     descriptors = torch.empty(blocks.count, dtype=torch.int32, device=device)
@@ -68,7 +68,7 @@ def encode(old: Tensors, new: Tensors, blocks: BlockMap) -> Coded:
         starts = word_starts(descriptors)
         words = torch.zeros(int(starts[-1]), dtype=torch.int32, device=device)
         triton.encode(old, new, blocks, descriptors, starts, words)
-        return Coded(descriptors, words)
+        return CodedDelta(descriptors, words)
     cpu, rows = _cpu(), descriptors.numpy().view(np.uint32)
     pairs = [(_numpy(a), _numpy(b)) for a, b in zip(old, new, strict=True)]
     _each(cpu.measure, [(*pair, rows[own]) for pair, own in zip(pairs, _slices(blocks), strict=True)])
@@ -79,26 +79,26 @@ def encode(old: Tensors, new: Tensors, blocks: BlockMap) -> Coded:
         cpu.encode,
         [(*pair, rows[own], begin[own], whole) for pair, own in zip(pairs, _slices(blocks), strict=True)],
     )
-    return Coded(descriptors, words)
+    return CodedDelta(descriptors, words)
 
 
-def check(weights: Tensors, blocks: BlockMap, coded: Coded) -> Checked:
+def check(weights: Tensors, blocks: BlockMap, coded: CodedDelta) -> CheckedDelta:
     """Decode a difference and look at every rule of the format, without writing a weight."""
     starts = word_starts(coded.descriptors)
     if (triton := _triton(weights)) is not None:
         change, broken = triton.check(weights, blocks, coded, starts)
-        return Checked(change, broken | (starts[-1] != coded.words.numel()), starts)
+        return CheckedDelta(change, broken | (starts[-1] != coded.words.numel()), starts)
     if int(starts[-1]) != coded.words.numel():
-        return Checked(_modulo(0), torch.ones((), dtype=torch.bool), starts)
+        return CheckedDelta(_modulo(0), torch.ones((), dtype=torch.bool), starts)
     cpu, jobs = _cpu(), []
     for t, first, own in zip(weights, blocks.firsts, _slices(blocks), strict=False):
         jobs.append((_numpy(t), int(first), *_own(coded, starts, own)))
     results = _each(cpu.check, jobs)
     broken = torch.tensor(any(block >= 0 for _, block in results))
-    return Checked(_modulo(sum(int(change) for change, _ in results)), broken, starts)
+    return CheckedDelta(_modulo(sum(int(change) for change, _ in results)), broken, starts)
 
 
-def apply(weights: Tensors, blocks: BlockMap, coded: Coded, checked: Checked) -> None:
+def apply(weights: Tensors, blocks: BlockMap, coded: CodedDelta, checked: CheckedDelta) -> None:
     """Add a difference to weights in place. `check` must have passed for the same weights and words."""
     if (triton := _triton(weights)) is not None:
         triton.apply(weights, blocks, coded, checked.starts)
@@ -107,7 +107,7 @@ def apply(weights: Tensors, blocks: BlockMap, coded: Coded, checked: Checked) ->
     _each(_cpu().apply, [(_numpy(t), *parts) for t, parts in zip(weights, own, strict=True)])
 
 
-def changed(blocks: BlockMap, coded: Coded, checked: Checked) -> list[torch.Tensor]:
+def changed(blocks: BlockMap, coded: CodedDelta, checked: CheckedDelta) -> list[torch.Tensor]:
     """Which weights a difference changes: for each tensor their numbers, int64, rising."""
     counts = (coded.descriptors & ((1 << COUNT_BITS) - 1)).to(torch.int64)
     totals = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -118,9 +118,7 @@ def changed(blocks: BlockMap, coded: Coded, checked: Checked) -> list[torch.Tens
         triton.changed(blocks, coded, checked.starts, totals, numbers)
         return parts
     jobs = []
-    for numel, size, own, part in zip(
-        blocks.numels, blocks.itemsizes, _slices(blocks), parts, strict=True
-    ):
+    for numel, size, own, part in zip(blocks.numels, blocks.itemsizes, _slices(blocks), parts, strict=True):
         jobs.append((numel, 8 * size, *_own(coded, checked.starts, own), part.numpy()))
     _each(_cpu().changed, jobs)
     return parts
@@ -158,7 +156,7 @@ def _slices(blocks: BlockMap) -> list[slice]:
     return [slice(int(a), int(b)) for a, b in zip(blocks.firsts[:-1], blocks.firsts[1:], strict=True)]
 
 
-def _own(coded: Coded, starts: torch.Tensor, own: slice) -> tuple[npt.NDArray[Any], ...]:
+def _own(coded: CodedDelta, starts: torch.Tensor, own: slice) -> tuple[npt.NDArray[Any], ...]:
     """Descriptors and starts of the blocks of a tensor, and all words."""
     descriptors, words = (x.numpy().view(np.uint32) for x in (coded.descriptors, coded.words))
     return descriptors[own], starts.numpy()[own.start : own.stop + 1], words

@@ -36,9 +36,7 @@ def encode_block(old: Sequence[int], new: Sequence[int], bits: int) -> tuple[int
     stream += [int(magnitude > 1) for magnitude in magnitudes]
     for number in rest:
         stream += [number >> j & 1 for j in range(width)]
-    words = [
-        sum(bit << j for j, bit in enumerate(stream[at : at + 32])) for at in range(0, len(stream), 32)
-    ]
+    words = [sum(bit << j for j, bit in enumerate(stream[at : at + 32])) for at in range(0, len(stream), 32)]
     return count | len(rest) << 13 | width << 26, words
 
 
