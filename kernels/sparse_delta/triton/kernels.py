@@ -269,7 +269,7 @@ def apply_kernel(
     weights, descriptors, starts, words, blocks, owners, tensors, BITS: tl.constexpr, TILE: tl.constexpr
 ):
     """Add the differences of a block that `check_kernel` has passed."""
-    block, _, begin, owner = _block_of(blocks, owners, tensors)
+    block, length, begin, owner = _block_of(blocks, owners, tensors)
     fields = _fields(tl.load(descriptors + block))
     start = tl.load(starts + block)
     limit = tl.load(starts + block + 1) - start
@@ -292,7 +292,7 @@ def changed_kernel(
     BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The numbers of the changed weights of a block in their tensor."""
-    block, _, begin, _ = _block_of(blocks, owners, tensors)
+    block, length, begin, owner = _block_of(blocks, owners, tensors)
     fields = _fields(tl.load(descriptors + block))
     start = tl.load(starts + block)
     limit = tl.load(starts + block + 1) - start
