@@ -71,7 +71,7 @@ class SparseDeltaHeader:
 
 
 def layout_document(tensors: Sequence[TensorRow]) -> bytes:
-    """The layout of tensors, which are in the order of their names: what `layout.json` holds.
+    """The layout of tensors, which are in the order of their names.
 
     >>> layout_document([("a.weight", "BF16", (2, 3))])
     b'[["a.weight","BF16",[2,3]]]'

@@ -1,8 +1,8 @@
 """Makes Hugging Face checkpoints smaller and proves that nothing was lost.
 
-`__all__` lists the public names, and `neuzip.delta` has more. Functions on files are in `neuzip.checkpoints`, those
-that run models in
-`neuzip.models`; the keywords of both are named as the options of the command line.
+`__all__` lists the public names; `neuzip.delta` has names of its own. Functions on files are in
+`neuzip.checkpoints`, those that run models in `neuzip.models`; the keywords of both are named as the options
+of the command line.
 
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.

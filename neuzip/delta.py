@@ -5,8 +5,8 @@
     follower = delta.Follower(weights)                 # engine: tensors that change in place
     follower.apply(message)
 
-A message holds only the weights that changed, and restores every bit of them. It names the state from which it
-starts and the state that it gives. docs/how-to/weight-sync.md shows a trainer and an engine.
+A message holds only the weights that changed, and restores every bit of them. It names the state from which
+it starts and the state that it gives. docs/how-to/weight-sync.md shows a trainer and an engine.
 """
 
 from neuzip.runtime.delta.broadcast import broadcast

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -113,7 +114,7 @@ def changed(blocks: BlockMap, coded: CodedDelta, checked: CheckedDelta) -> list[
     totals = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     ends = totals[torch.from_numpy(blocks.firsts).to(totals.device)].tolist()
     numbers = torch.empty(ends[-1], dtype=torch.int64, device=counts.device)
-    parts = [numbers[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    parts = [numbers[a:b] for a, b in pairwise(ends)]
     if (triton := _triton([coded.words])) is not None:
         triton.changed(blocks, coded, checked.starts, totals, numbers)
         return parts

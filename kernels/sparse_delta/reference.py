@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from neuzip.kernels.sparse_delta.numbers import BLOCK, BLOCK_BITS, FIRST_FACTOR, PLACE_FACTOR, SECOND_FACTOR
 
@@ -75,7 +76,7 @@ def decode_block(
     if len(ones) != count:
         raise BrokenBlock("number of places")
     places = [(at - rank) << low | field(high + rank * low, low) for rank, at in enumerate(ones)]
-    if any(b <= a for a, b in zip(places, places[1:], strict=False)) or (places and places[-1] >= length):
+    if any(b <= a for a, b in pairwise(places)) or (places and places[-1] >= length):
         raise BrokenBlock("places")
     signs = high + count * low
     flags = [stream[signs + count + rank] for rank in range(count)]

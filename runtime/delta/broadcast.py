@@ -28,8 +28,8 @@ def broadcast(
     group   the processes; None means all
     device  where the delta is sent from and arrives: a GPU for NCCL, "cpu" for gloo
 
-    All processes of the group call it. Raises UsageError for a delta at the wrong process, and FormatError for
-    bytes that are none.
+    All processes of the group call it. Raises UsageError for a delta at the wrong process, and FormatError
+    for bytes that are none.
     """
     is_source = dist.get_rank() == source
     if is_source != (delta is not None):

@@ -76,8 +76,9 @@ class Follower:
     def apply(self, delta: torch.Tensor | bytes, name: str = "`delta`") -> AppliedDelta:
         """Apply the next delta. `name` is what errors call it, such as the path of its file.
 
-        Raises FormatError for damaged bytes, and BrokenChain for a delta that is lost, repeated, out of order or
-        changed, or if something else has changed a weight that the delta changes. Then no weight was written.
+        Raises FormatError for damaged bytes, and BrokenChain where a delta before it is missing, it was
+        applied already, it is damaged, or something else has changed a weight that it changes. Then no
+        weight was written.
         """
         applied = follow(self._weights, self._state, delta, name)
         self._state = applied.state
@@ -88,7 +89,7 @@ class Follower:
         digest = self._weights.digest()
         if digest != self._state.digest:
             raise NeuzipError(
-                f"`weights`: have the digest {digest:016x}, and deltas have given {self._state}: something else "
-                "has changed the weights",
+                f"`weights`: have the digest {digest:016x}, and deltas have given {self._state}: "
+                "something else has changed the weights",
                 "load the weights again",
             )

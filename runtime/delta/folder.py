@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from neuzip.errors import FormatError, WouldOverwrite
 from neuzip.formats.sparse_delta import HEADER_BYTES, SparseDeltaHeader, delta_name
 
 from .chain import Follower
-from .messages import NAME, BrokenChain, as_bytes, read_header
+from .messages import NAME, AppliedDelta, BrokenChain, as_bytes, read_header
 
 _FILE = re.compile(r"(\d{8,})\.delta")
 
@@ -28,7 +29,11 @@ class DeltaFolder:
         self.path = Path(path)
 
     def write(self, delta: torch.Tensor | bytes) -> Path:
-        """Write a delta and return its path. Raises FormatError, WouldOverwrite if the number is there, NeuzipError."""
+        """Write a delta and return its path.
+
+        Raises FormatError for bytes that are no delta, WouldOverwrite if there is one for this state
+        already, and NeuzipError if the disk is full or cannot be written.
+        """
         stored = as_bytes(delta)
         path = self.path / delta_name(read_header(stored, NAME).number)
         if path.exists():
@@ -65,24 +70,26 @@ class DeltaFolder:
     def follow(self, follower: Follower, last: int | None = None) -> int:
         """Apply to `follower` all deltas that follow its state, up to state `last`. Returns how many.
 
-        A follower whose number is unknown begins with the delta that starts from its state. Raises BrokenChain
-        where a delta is missing between, and what `Follower.apply` raises.
+        A follower whose number is unknown begins with the delta that starts from its state. Raises
+        BrokenChain where a delta is missing between, and what `Follower.apply` raises.
         """
+        return sum(1 for _ in self.steps(follower, last))
+
+    def steps(self, follower: Follower, last: int | None = None) -> Iterator[AppliedDelta]:
+        """What `follow` does, delta by delta."""
         numbers = [n for n in self.numbers() if last is None or n <= last]
         state = self._number(follower, numbers)
-        count = 0
         for number in (n for n in numbers if n > state):
-            follower.apply(self.read(number), str(self.path / delta_name(number)))
-            state, count = number, count + 1
+            yield follower.apply(self.read(number), str(self.path / delta_name(number)))
+            state = number
         if last is not None and state < last:
             raise BrokenChain(
                 f"{self.path}: has no deltas from {follower.state} to state {last}",
                 "wait until the trainer has written them",
             )
-        return count
 
     def _number(self, follower: Follower, numbers: list[int]) -> int:
-        """The number of the state of a follower, by its digest if need be. Raises NeuzipError if no delta has that."""
+        """The number of the state of a follower, by its digest if need be. Raises BrokenChain."""
         number, digest = follower.state.number, follower.state.digest
         if number is not None or not numbers:
             return number or 0

@@ -42,7 +42,7 @@ class AppliedDelta:
     _checked: CheckedDelta
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """The numbers of the changed weights in C order, int64 and rising, by the names of tensors that changed."""
+        """The numbers of the changed weights in C order, int64, by the names of tensors that changed."""
         numbers = sparse_delta.changed(self._weights.blocks, self._coded, self._checked)
         return {name: n for name, n in zip(self._weights.names, numbers, strict=True) if n.numel()}
 
@@ -53,8 +53,8 @@ def make(old: Tensors, new: Tensors, *, number: int = 1) -> torch.Tensor:
     old, new  tensors by their names, of the same dtypes and shapes, contiguous, on one device
     number    number of the state `new` in its chain
 
-    Any dtype is restored bit for bit. Reads both states twice, and `old` once more for its digest; `Publisher`
-    spares that. Raises UsageError.
+    Any dtype is restored bit for bit. Reads both states twice, and `old` once more for its digest, which
+    `Publisher` knows. Raises UsageError.
 
     >>> old = {"weight": torch.zeros(5000, dtype=torch.bfloat16)}
     >>> new = {"weight": old["weight"].index_fill(0, torch.tensor([7, 4999]), 1.0)}
@@ -68,9 +68,9 @@ def make(old: Tensors, new: Tensors, *, number: int = 1) -> torch.Tensor:
 def apply(weights: Tensors, delta: torch.Tensor | bytes) -> AppliedDelta:
     """Apply a delta to `weights` in place, after a check of the delta and of all weights.
 
-    `delta` may be on another device. Reads all weights for their digest; `Follower` spares that. Raises
-    FormatError for bytes that are no delta, and BrokenChain where the delta starts from another state; then no
-    weight was written.
+    `delta` may be on another device. Reads all weights for their digest, which `Follower` knows. Raises
+    FormatError for bytes that are no delta, and BrokenChain where the delta starts from another state; then
+    no weight was written.
 
     >>> old = {"weight": torch.zeros(5000, dtype=torch.bfloat16)}
     >>> new = {"weight": torch.ones(5000, dtype=torch.bfloat16)}
@@ -121,8 +121,8 @@ def follow(
         raise FormatError(name, "a block breaks the rules of the format: the delta is damaged")
     if (state.digest + change) % MODULUS != header.end:
         raise BrokenChain(
-            f"{name}: would not give the state with the digest {header.end:016x}: it is damaged, or something "
-            "else has changed the weights",
+            f"{name}: would not give the state with the digest {header.end:016x}: it is damaged, or "
+            "something else has changed the weights",
             "send the delta again; if it fails again, load the weights again",
         )
     sparse_delta.apply(weights.tensors, weights.blocks, coded, checked)

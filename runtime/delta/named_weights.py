@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 
 from neuzip.errors import UsageError
 from neuzip.formats.sparse_delta import layout_digest
 from neuzip.kernels import sparse_delta
-from neuzip.kernels.dtypes import dtype_name, dtype_of, pattern_dtypes
+from neuzip.kernels.dtypes import dtype_name, dtype_of
 from neuzip.kernels.sparse_delta import BlockMap
 
 Tensors = Mapping[str, torch.Tensor]
@@ -21,8 +22,8 @@ MODULUS = 1 << 64
 class NamedWeights:
     """Contiguous tensors on one device, sorted by their names. `argument` is what errors call them.
 
-    Raises UsageError for tensors on several devices, dtypes that safetensors has not or whose weights have
-    other than 8, 16, 32 or 64 bits, and tensors that are not contiguous.
+    Raises UsageError for tensors on several devices, dtypes that safetensors has not, and tensors that are
+    not contiguous.
     """
 
     def __init__(self, tensors: Tensors, argument: str) -> None:
@@ -55,7 +56,7 @@ class NamedWeights:
             for name, t in zip(self.names, self.tensors, strict=True)
             if t.numel()
         )
-        for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+        for (_, end, name), (begin, _, other) in pairwise(spans):
             self._require(
                 end <= begin, other, f"shares memory with {name!r}",
                 "pass each tensor once, as `named_parameters` does",
@@ -84,10 +85,8 @@ class NamedWeights:
             dtype = dtype_of(tensor.dtype)
         except KeyError:
             dtype = None
-        self._require(
-            dtype is not None and dtype.bits in pattern_dtypes(), name,
-            f"has the dtype {dtype_name(tensor.dtype)}", "a delta takes dtypes of safetensors of at most 64 bits",
-        )  # fmt: skip
+        name_in_torch, hint = dtype_name(tensor.dtype), "a delta takes the dtypes of safetensors"
+        self._require(dtype is not None, name, f"has the dtype {name_in_torch}", hint)
         assert dtype is not None
         return dtype.name
 

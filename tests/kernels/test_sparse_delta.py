@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -21,10 +19,10 @@ DEVICES = ["loops", pytest.param("gpu", marks=pytest.mark.gpu)] + (
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where deltas are made and applied: numba's loops, Triton's interpreter, or a GPU."""
     monkeypatch.setattr(ops, "INTERPRET", request.param == "kernels")
-    yield torch.device("cuda" if request.param == "gpu" else "cpu")
+    return torch.device("cuda" if request.param == "gpu" else "cpu")
 
 
 def states(bits: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -222,7 +222,7 @@ def test_weights_that_have_no_delta_are_refused() -> None:
     with pytest.raises(UsageError, match="is on meta"):
         delta.Publisher({"a": tied, "b": torch.zeros(4, device="meta")})
     for other in ({"a": tied[:4]}, {"b": tied}, {"a": tied.to(torch.int32)}, {}):
-        with pytest.raises(UsageError, match="both need tensors of the same names"):
+        with pytest.raises(UsageError, match="in `old` it is"):
             delta.make({"a": tied}, other)
         with pytest.raises((UsageError, delta.BrokenChain)):
             delta.apply(other, delta.make({"a": tied}, {"a": tied}))
@@ -276,7 +276,7 @@ def test_a_folder_with_a_gap_or_a_wrong_file_is_noticed(tmp_path: Path) -> None:
 def test_weights_of_another_process_follow_a_training(
     forks: forked.Server, tmp_path: Path, root: Path
 ) -> None:
-    """50 steps of the built-in model, its fp8 copy too, by broadcasts of gloo; then a lost and a repeated delta."""
+    """50 steps of the built-in model, one matrix also in fp8, by gloo; then a lost and a repeated delta."""
     script = root / "tests" / "support" / "weight_sync.py"
     process = forks.start(script, root / "eval/demo/checkpoint", cwd=tmp_path, ranks=2)
     stdout, stderr = process.communicate(timeout=600)

@@ -1,6 +1,6 @@
 """The kernels: a program takes a block, and finds it in tables of blocks, of their tensors, and of tensors.
 
-Arithmetic on patterns is in int32 for weights of up to 16 bits and in int64 for others, whose sums wrap around.
+Arithmetic on patterns is in int32 for weights of up to 16 bits, and for others in int64, whose sums wrap.
 Words of a block that a message has not are read as 0, so that no message makes a program read elsewhere.
 """
 
@@ -27,7 +27,7 @@ _PLACE, _FIRST, _SECOND = (
 
 @triton.jit
 def _block_of(blocks, owners, tensors):
-    """The number of a program's block, its weights, its first weight in its tensor, and where the row of that begins."""
+    """A program's block: number, weights, first weight in its tensor, and begin of the tensor's row."""
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
     owner = tl.load(owners + tl.program_id(0)).to(tl.int64) * 3
     row = tensors + owner
@@ -102,7 +102,7 @@ def measure_kernel(
 
 @triton.jit
 def _fields(descriptor):
-    """Changed weights of a block, large differences, their width, low bits of places, and bits of high parts."""
+    """Changed weights, large differences, width of rests, low bits of places, bits of high parts."""
     count, more = descriptor & _COUNT_MASK, (descriptor >> _COUNT_BITS) & _COUNT_MASK
     width = (descriptor >> 2 * _COUNT_BITS) & 63
     high = _bit_length(tl.maximum(count - 1, 0), 32)
@@ -175,7 +175,7 @@ def _bit(words, limit, at, mask):
 def _decoded(words, limit, at, seen, seen_large, fields, BITS: tl.constexpr):
     """What bits `at` of the high parts stand for, `seen` ranks and `seen_large` flags after the first.
 
-    Returns which bits are 1, their ranks, places, low parts, signs, flags, rests, and both numbers behind them.
+    Returns which bits are 1, their ranks, places, low parts, signs, flags and rests, and the next numbers.
     """
     count, more, width, low, lows = fields
     bit = _bit(words, limit, at, at < lows)  # [TILE]
@@ -269,7 +269,7 @@ def apply_kernel(
     weights, descriptors, starts, words, blocks, owners, tensors, BITS: tl.constexpr, TILE: tl.constexpr
 ):
     """Add the differences of a block that `check_kernel` has passed."""
-    block, length, begin, owner = _block_of(blocks, owners, tensors)
+    block, _length, begin, owner = _block_of(blocks, owners, tensors)
     fields = _fields(tl.load(descriptors + block))
     start = tl.load(starts + block)
     limit = tl.load(starts + block + 1) - start
@@ -292,7 +292,7 @@ def changed_kernel(
     BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The numbers of the changed weights of a block in their tensor."""
-    block, length, begin, owner = _block_of(blocks, owners, tensors)
+    block, _length, begin, _owner = _block_of(blocks, owners, tensors)
     fields = _fields(tl.load(descriptors + block))
     start = tl.load(starts + block)
     limit = tl.load(starts + block + 1) - start

@@ -66,7 +66,7 @@ def encode(
 def check(
     weights: Tensors, blocks: BlockMap, coded: CodedDelta, starts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a difference adds to the digest, and whether it breaks a rule: int64 and bool, without dimensions."""
+    """What a difference adds to the digest, int64, and whether it breaks a rule, bool; without dimensions."""
     device = coded.words.device
     use = launch_for("sparse_delta.check", device)
     changes = torch.empty(blocks.count, dtype=torch.int64, device=device)
