@@ -1,7 +1,7 @@
 """The entry point `vllm.general_plugins`, which vLLM calls in every process of every start.
 
-It registers a quantization config and a backend of weight transfer, and imports nothing that vLLM does not import anyway. All else, the check
-of vLLM's version too, waits until a start asks for neuzip: see `config`.
+It registers a quantization config and a backend of weight transfer. It imports nothing that vLLM does not import
+anyway. All else, the check of vLLM's version too, waits until a start asks for neuzip: see `config`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def _register_weight_transfer() -> None:
-    """Make "neuzip_delta" a backend of weight transfer, where vLLM has backends of others and sparse patches."""
+    """Make "neuzip_delta" a backend of weight transfer, if this vLLM has sparse patches."""
     from importlib.util import find_spec
 
     if find_spec("vllm.model_executor.model_loader.checkpoint_weight_patch") is None:
