@@ -16,7 +16,9 @@ HEADER_BYTES = 64
 _FIELDS = struct.Struct("<8s6Q")
 
 MOST_BLOCKS = (1 << 31) - 1
-MOST_WORDS = (1 << 60) - 1
+MOST_WORDS = 8576
+"""Words that a block has at most: of 4,096 weights of 64 bits that all change by large differences."""
+
 HIGHEST_NUMBER = (1 << 63) - 1
 
 TensorRow = tuple[str, str, tuple[int, ...]]
@@ -65,7 +67,7 @@ class SparseDeltaHeader:
         header = cls(*_FIELDS.unpack(fields)[1:])
         if not 1 <= header.number <= HIGHEST_NUMBER:
             raise FormatError(name, f"{header.number} is the number of no state", field="number")
-        if header.blocks > MOST_BLOCKS or header.words > MOST_WORDS:
+        if header.blocks > MOST_BLOCKS or header.words > MOST_WORDS * header.blocks:
             raise FormatError(name, f"{header.blocks} blocks with {header.words} words are too many")
         return header
 

@@ -48,6 +48,6 @@ def broadcast(
         header = SparseDeltaHeader.decode(head.cpu().numpy().tobytes(), NAME)
         stored = torch.empty(header.nbytes, dtype=torch.uint8, device=device)
         stored[:HEADER_BYTES] = head
-    for bucket in stored[HEADER_BYTES:].split(BUCKET):
-        dist.broadcast(bucket, source, group)
+    for begin in range(HEADER_BYTES, stored.numel(), BUCKET):
+        dist.broadcast(stored[begin : begin + BUCKET], source, group)
     return stored

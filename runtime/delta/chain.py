@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from neuzip.errors import NeuzipError
+from neuzip.formats.sparse_delta import SparseDeltaHeader
 
-from .messages import AppliedDelta, WeightState, encode, follow
+from .messages import AppliedDelta, WeightState, encode, follow, require_next
 from .named_weights import NamedWeights, Tensors
 
 
@@ -83,6 +84,10 @@ class Follower:
         applied = follow(self._weights, self._state, delta, name)
         self._state = applied.state
         return applied
+
+    def require_next(self, header: SparseDeltaHeader, name: str) -> None:
+        """Raise BrokenChain unless a delta called `name` follows the state of the weights, by its header."""
+        require_next(header, self._weights, self._state, name)
 
     def check(self) -> None:
         """Read all weights and raise NeuzipError if something else than deltas has changed them."""

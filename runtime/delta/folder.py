@@ -80,7 +80,9 @@ class DeltaFolder:
         numbers = [n for n in self.numbers() if last is None or n <= last]
         state = self._number(follower, numbers)
         for number in (n for n in numbers if n > state):
-            yield follower.apply(self.read(number), str(self.path / delta_name(number)))
+            name = str(self.path / delta_name(number))
+            follower.require_next(self.header(number), name)  # before a file of any size is read
+            yield follower.apply(self.read(number), name)
             state = number
         if last is not None and state < last:
             raise BrokenChain(

@@ -1,7 +1,7 @@
 """The entry point `vllm.general_plugins`, which vLLM calls in every process of every start.
 
-It registers a quantization config and a backend of weight transfer. It imports nothing that vLLM does not import
-anyway. All else, the check of vLLM's version too, waits until a start asks for neuzip: see `config`.
+It registers a quantization config and a backend of weight transfer. It imports nothing that vLLM does not
+import anyway. All else, the check of vLLM's version too, waits until a start asks for neuzip: see `config`.
 """
 
 from __future__ import annotations

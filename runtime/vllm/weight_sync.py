@@ -1,7 +1,7 @@
 """Deltas of a training in a running vLLM: the backend "neuzip_delta" of its weight transfer.
 
-A worker keeps the weights of the checkpoint in host memory, and applies deltas to them there. vLLM's own sparse
-patches carry what changed to its layers, which fuse matrices and cut them for tensor parallelism.
+A worker keeps the weights of the checkpoint in host memory, and applies deltas to them there. vLLM's own
+sparse patches carry what changed to its layers, which fuse matrices and cut them for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateI
         weight = self._weights[name]
         if weight.dtype not in PATCHED:
             raise EngineRefusal(
-                f"neuzip: tensor {name!r} has the dtype {weight.dtype}, whose single weights vLLM cannot change",
+                f"neuzip: tensor {name!r} has the dtype {weight.dtype}, and vLLM cannot patch it",
                 "publish weights in bfloat16, float16 or float32",
             )
         return CheckpointWeightPatch(
