@@ -20,7 +20,7 @@ TIDY := for left in $(VENV)/lib/python3*/site-packages/neuzip; do [ -e $$left/__
 ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
 FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
-         .typing/neuzip/choices.py .typing/neuzip/distribution.py \
+         .typing/neuzip/choices.py .typing/neuzip/delta.py .typing/neuzip/distribution.py \
          .typing/neuzip/errors.py .typing/neuzip/installation.py .typing/neuzip/models.py .typing/neuzip/py.typed
 SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py) $(ROOMS:%=%/*/*/*.py))
 LINKS := $(FRONT) \

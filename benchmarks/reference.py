@@ -280,6 +280,13 @@ def public() -> dict[str, Any]:
     return {name: getattr(neuzip, name) for name in neuzip.__all__ if name != "__version__"}
 
 
+def delta_names() -> str:
+    """Every public name of `neuzip.delta`, which is documented as the package is."""
+    from neuzip import delta
+
+    return "\n\n".join(documented(f"delta.{name}", getattr(delta, name)) for name in delta.__all__)
+
+
 def results() -> str:
     """The classes that public functions return, with what is documented of them."""
     wanted = {annotation(inspect.signature(thing).return_annotation) for thing in public().values()}
@@ -605,6 +612,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "overview": overview,
     "names": names,
+    "delta-names": delta_names,
     "results": results,
     "json-frame": json_frame,
     "json-commands": json_commands,

@@ -1,7 +1,8 @@
 """Makes Hugging Face checkpoints smaller and proves that nothing was lost.
 
-`__all__` lists the public names. Functions on files are in `neuzip.checkpoints`, those that run models in
-`neuzip.models`; the keywords of both are named as the options of the command line.
+`__all__` lists the public names; `neuzip.delta` has names of its own. Functions on files are in
+`neuzip.checkpoints`, those that run models in `neuzip.models`; the keywords of both are named as the options
+of the command line.
 
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+    from neuzip import delta as delta
     from neuzip.checkpoints import compress_checkpoint as compress_checkpoint
     from neuzip.checkpoints import decompress_checkpoint as decompress_checkpoint
     from neuzip.checkpoints import diff_checkpoints as diff_checkpoints
@@ -79,6 +81,9 @@ __all__ = [
 
 _ROOMS = ("cli", "compress", "eval", "formats", "kernels", "runtime", "train")
 
+_MODULES = ("delta",)
+"""Modules with public names of their own."""
+
 _HOME = {
     "KVCache": "neuzip.runtime.hf.kv_cache",
     "NeuzipConfig": "neuzip.runtime.hf.quantization_config",
@@ -117,7 +122,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would take every name for a 
             value: Any = version("neuzip-toolkit")
         elif name in _HOME:
             value = getattr(_imported(_HOME[name], name), name)
-        elif name in _ROOMS:
+        elif name in (*_ROOMS, *_MODULES):
             value = import_module(f"neuzip.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,6 +36,12 @@ def delta_sizes() -> str:
     return render("quoted.delta_sizes", [results[case] for case in shown])
 
 
+def weight_sync_sizes() -> str:
+    """Sizes of sparse deltas after steps of a real training."""
+    section = load("weight_sync")["sections"]["bytes"]
+    return render("quoted.weight_sync_sizes", section, section["results"])
+
+
 def in_memory() -> str:
     """Memory and speed of the lossless in-memory formats, as ratios to bf16."""
     sections = load("generate")["sections"]
@@ -139,8 +145,8 @@ def nats() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__.replace("_", "-"): block
     for block in (
-        one_more_bit, whole_commands, durations, delta_sizes, in_memory, gpu_memory, ternary_loss,
-        ternary_speed, recovered, kv_loss, training_costs, rounded_or_quantised, nats,
+        one_more_bit, whole_commands, durations, delta_sizes, weight_sync_sizes, in_memory, gpu_memory,
+        ternary_loss, ternary_speed, recovered, kv_loss, training_costs, rounded_or_quantised, nats,
     )
 }  # fmt: skip
 """What a mark may name."""

@@ -228,10 +228,39 @@ print(json.dumps(shared))
 """
 
 
+SPARSE_DELTAS = """
+from neuzip.kernels.sparse_delta import BlockMap, CodedDelta
+from neuzip.kernels.sparse_delta.triton import launches
+
+for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+    weights = [torch.zeros(5000, dtype=dtype), torch.zeros(1, dtype=dtype)]
+    blocks = BlockMap.of(weights)
+    row, words = torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    coded = CodedDelta(words, words)
+    launches.measure(weights, weights, blocks, words)
+    launches.encode(weights, weights, blocks, words, row, words)
+    launches.check(weights, blocks, coded, row)
+    launches.apply(weights, blocks, coded, row)
+    launches.changed(blocks, coded, row, row, row)
+    launches.digest(weights, blocks)
+print(json.dumps(shared))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 5), (STEP, 3), (DECODERS, 2), (EXPERTS, 6), (POOL, 5), (FEEDBACK, 1)],
+    [
+        (HEADS, 9),
+        (ATTENTION, 4),
+        (KV, 5),
+        (STEP, 3),
+        (DECODERS, 2),
+        (EXPERTS, 6),
+        (POOL, 5),
+        (FEEDBACK, 1),
+        (SPARSE_DELTAS, 6),
+    ],
     ids=[
         "linear heads",
         "attention",
@@ -241,6 +270,7 @@ print(json.dumps(shared))
         "experts",
         "experts in a pool",
         "error feedback",
+        "sparse deltas",
     ],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path, kernel_cache: Path):
