@@ -38,7 +38,7 @@ class KvRequest:
 
 
 def requested(
-    kv_bits: str | None, kv_text: str | None, kv_plan: Path | None, overwrite: bool = False
+    kv_bits: str | None, kv_text: str | None, kv_plan: Path | None, kv_form: KvForm, overwrite: bool = False
 ) -> KvRequest:
     """What the options ask for; a calibration text is read. Raises UsageError and NeuzipError."""
     limit = None if kv_bits is None else auto_limit(kv_bits)
@@ -49,7 +49,7 @@ def requested(
                     f"{option} {value} has no effect without --kv-bits auto:KLD",
                     f"give --kv-bits auto:0.01, or leave out {option}",
                 )
-        return KvRequest(None if kv_bits is None else as_bits(kv_bits))
+        return KvRequest(None if kv_bits is None else as_bits(kv_bits).in_form(kv_form))
     if kv_text is None:
         raise UsageError(
             f"--kv-bits {kv_bits}: needs a calibration text", "add --kv-text FILE, or --kv-text demo"

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -170,7 +170,7 @@ def calibrate(
     numbers = math.fsum(part.numbers for part in parts)
     convention = baseline.reading.convention
     return KVCalibration(
-        bits=bits_of(parts, last.choice, measured.layers),
+        bits=replace(bits_of(parts, last.choice, measured.layers), form=kv_form),
         limit=limit,
         stored_bits=8 * last.choice.cost / numbers,
         trials=trials,

@@ -90,8 +90,8 @@ def generate(
     sampling, ends = Sampling(temperature, top_k, top_p, min_p), as_list("stop", stop)
     require_texts(prompt=prompt, system=system or "")
     require_counts(max_new_tokens=max_new_tokens)
-    bits = None if kv_bits is None else as_bits(kv_bits)
     require_one_of(get_args(KvForm), kv_form=kv_form)
+    bits = None if kv_bits is None else as_bits(kv_bits).in_form(kv_form)
     require_seed(seed)
     require_stop(ends)
     if isinstance(model, str | os.PathLike):
@@ -158,8 +158,8 @@ def evaluate(
     """
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)
-    bits = None if kv_bits is None else as_bits(kv_bits)
     require_one_of(get_args(KvForm), kv_form=kv_form)
+    bits = None if kv_bits is None else as_bits(kv_bits).in_form(kv_form)
     require_one_of(get_args(DtypeName), dtype=dtype)
     require_one_of((*get_args(DeviceMap), None), device_map=device_map)
     _require_ways(residency, activations, attention)

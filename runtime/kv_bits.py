@@ -1,8 +1,9 @@
 """Bits of the numbers in a KV cache: the same in all layers, or chosen layer by layer, as in a plan file.
 
 A plan file is JSON: `neuzip_kv_plan`, its version, and `layers`, one entry for each layer of the model, such
-as `{"keys": 4, "values": 3}`, or null for a layer without keys and values. Its other keys say how the bits
-were chosen; no reader needs them.
+as `{"keys": 4, "values": 3}`, or null for a layer without keys and values. `form` is the form of the cache
+that the bits were chosen for; a plan without it is for any form. The other keys say how the bits were chosen;
+no reader needs them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
+from neuzip.choices import KvForm
 from neuzip.errors import FormatError, NeuzipError, UsageError
 
 WIDTHS = (8, 6, 4, 3, 2)
@@ -50,12 +52,14 @@ Layers: TypeAlias = tuple[LayerBits | None, ...]
 class KVBits:
     """Bits of a KV cache. `layers` are those of each layer; with `same` the only entry is for all layers.
 
-    `source` is the plan file that they were read from, None if there is none.
+    `source` is the plan file that they were read from, None if there is none. `form` is the form of the cache
+    that they were chosen for, None if they were not chosen for one.
     """
 
     layers: Layers
     same: bool = False
     source: str | None = None
+    form: KvForm | None = None
 
     def of(self, count: int, parameter: str = "kv_bits") -> Layers:
         """The bits of each layer of a model with `count` layers. Raises UsageError for a plan of another."""
@@ -68,6 +72,19 @@ class KVBits:
                 "make a plan for this model",
             )
         return self.layers
+
+    def in_form(self, form: str | None, parameter: str = "kv_bits", form_parameter: str = "kv_form") -> KVBits:
+        """These bits, for a cache of a form; None is a form without a name.
+
+        Raises UsageError for bits that were chosen for another form.
+        """
+        if self.form not in (None, form):
+            raise UsageError(
+                f"`{parameter}`: {self.source or 'the plan'} was made for the form {self.form} of a KV cache,"
+                f" not for {form or 'this one'}",
+                f"give `{form_parameter}={self.form!r}`, or make a plan for the other form",
+            )
+        return self
 
 
 _PLAIN = re.compile(r"(\d{1,3})(?:/(\d{1,3}))?")
@@ -178,8 +195,16 @@ def read_plan(path: str | os.PathLike[str]) -> KVBits:
     layers = document.get("layers")
     if not isinstance(layers, list) or not layers:
         raise FormatError(path, "is no list of layers", field="layers")
+    form = document.get("form")
+    if form not in (None, *get_args(KvForm)):
+        raise FormatError(
+            path, f"form {form!r} of a KV cache is not known", field="form",
+            hint=f"known forms: {', '.join(get_args(KvForm))}",
+        )  # fmt: skip
     entries = enumerate(layers)
-    return KVBits(tuple(_entry(path, number, entry) for number, entry in entries), source=os.fspath(path))
+    return KVBits(
+        tuple(_entry(path, number, entry) for number, entry in entries), source=os.fspath(path), form=form
+    )
 
 
 def _entry(path: str | os.PathLike[str], number: int, entry: Any) -> LayerBits | None:

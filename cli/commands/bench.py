@@ -107,7 +107,7 @@ def command(
     residencies, batches = None if residency is None else _names(residency), _numbers(batch)
     experts = options.size(expert_memory)
     require_expert_memory(experts, *(residencies or compressed_names()), device=device)
-    request = requested(kv_bits, kv_text, kv_plan, overwrite)
+    request = requested(kv_bits, kv_text, kv_plan, kv_form, overwrite)
     let_threads_sleep()
     out.loading()
     for name in residencies or ("dense",):

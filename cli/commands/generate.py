@@ -147,7 +147,7 @@ def command(
     require_stop(ends)
     mode, experts = require_quantisable(activations, residency), options.size(expert_memory)
     require_expert_memory(experts, residency, device=device)
-    request = requested(kv_bits, kv_text, kv_plan, overwrite)
+    request = requested(kv_bits, kv_text, kv_plan, kv_form, overwrite)
     let_threads_sleep()
     out.loading()
     require_device(device, residency)

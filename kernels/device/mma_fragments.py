@@ -54,6 +54,36 @@ def side_by_side(low, high, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def halves_together(one, other, COMPILED: tl.constexpr):
+    """The lower halves of two int32 side by side, and the upper halves."""
+    if COMPILED:
+        lower = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
+        )
+        upper = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        lower = (one & 0xFFFF) | (other << 16)
+        upper = ((one >> 16) & 0xFFFF) | (other & -65536)
+    return lower, upper
+
+
+@triton.jit
+def masked_or(word, MASK: tl.constexpr, MORE: tl.constexpr, COMPILED: tl.constexpr):
+    """The bits of an int32 that MASK has, and those of MORE: one instruction."""
+    if COMPILED:
+        mask, more = tl.full(word.shape, MASK, tl.int32), tl.full(word.shape, MORE, tl.int32)
+        result = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, more],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = (word & MASK) | MORE
+    return result
+
+
+@triton.jit
 def under(word, UPPER: tl.constexpr, BYTE: tl.constexpr, COMPILED: tl.constexpr):
     """Byte BYTE of an int32 under the three upper bytes of a constant, whose two in the middle are alike."""
     if COMPILED:

@@ -65,7 +65,11 @@ class Heads:
 
     def tokens(self, start: int, stop: int) -> Heads:
         """The slice from one token to another: the same memory, what belongs to a whole text as it is."""
-        return self._with(lambda tensor: tensor[:, :, start:stop], OF_TOKENS)
+        return self.tokens_changed(lambda tensor: tensor[:, :, start:stop])
+
+    def tokens_changed(self, change: Callable[[Tensor], Tensor]) -> Heads:
+        """Other tokens in place of these: `change` is given what tokens have, [B, H, N, ...] each."""
+        return self._with(change, OF_TOKENS)
 
     def texts(self, choose: Callable[[Tensor], Tensor]) -> Heads:
         """Other texts in place of these: `choose` is given each tensor, [B, ...]."""

@@ -4,7 +4,8 @@ Keys of trained models have channels far larger than the others, and one scale a
 Hadamard transform spreads such a channel over the head (QuaRot, arXiv 2404.00456, section 4), and a group of
 its numbers gets a scale and a zero point of its own: value = scale * (code - zero point).
 
-    scale   uint8, e = byte >> 3 and m = byte & 7: 2**(e - 20) * (1 + m / 8); 0 stands for 0, 255 for NaN
+    scale   uint8, e = byte >> 3 and m = byte & 7: 2**(e - 20) * (1 + m / 8) where e is 1 to 30; 0 stands for
+            0, and 255 for NaN. That is the fp16 number with the bits byte << 7, divided by 32
     zero    int8: the middle of the group in units of 2**bits / 128 steps, so that the zero point is
             (2**bits - 1) / 2 - zero * 2**(bits - 7)
 
@@ -28,10 +29,13 @@ COVER = {1: 0.6, 2: 0.7, 3: 0.9, 4: 0.95, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}
 SCALE_NAN = 255
 """The scale byte of a group with NaN or infinity."""
 
-LEAST_EXPONENT = -20
-"""The binary exponent of the smallest scale."""
+LEAST_SCALE, MOST_SCALE = 1 << 3, (31 << 3) - 1
+"""The bytes of the smallest and of the largest scale: 2**-19 and 1,920."""
 
-_UNIT = (127 + LEAST_EXPONENT) << 3
+SCALE_UNIT = 1 / 32
+"""The number by which the fp16 number of a scale byte is multiplied."""
+
+SCALE_OFFSET = (127 - 20) << 3
 """What a scale byte lacks to the first 12 bits of the fp32 number that it stands for."""
 
 
@@ -69,9 +73,7 @@ class GroupedHeads:
 
 def scales(scale: Tensor) -> Tensor:
     """The numbers that scale bytes stand for, fp32."""
-    numbers = ((scale.int() + _UNIT) << 20).view(torch.float32)
-    numbers = torch.where(scale == 0, 0, numbers)
-    return torch.where(scale == SCALE_NAN, torch.nan, numbers)
+    return (scale.short() << 7).view(torch.float16).float() * SCALE_UNIT
 
 
 def zero_points(zero: Tensor, bits: int) -> Tensor:
@@ -118,6 +120,7 @@ def quantize_groups(x: Tensor, bits: int, group: int) -> GroupedHeads:
 
 def _scale_bytes(scale: Tensor) -> Tensor:
     """The scale bytes of fp32 numbers of 0 or more, rounded up."""
-    byte = ((scale.view(torch.int32) + ((1 << 20) - 1)) >> 20) - _UNIT
-    byte = torch.where(scale == 0, 0, byte.clamp(1, SCALE_NAN))
-    return torch.where(scale.isfinite(), byte, SCALE_NAN).to(torch.uint8)
+    byte = ((scale.view(torch.int32) + ((1 << 20) - 1)) >> 20) - SCALE_OFFSET
+    usable = scale.isfinite() & (byte <= MOST_SCALE)
+    byte = torch.where(usable, byte.clamp(min=LEAST_SCALE), SCALE_NAN)
+    return torch.where(scale == 0, 0, byte).to(torch.uint8)

@@ -71,8 +71,8 @@ class KVCache(Cache):
     places          positions of the new tokens in their sequences, only with `max_length`; None means that
                     the cache counts the tokens
 
-    `bits` of the cache are those of each layer. Raises UsageError for other bits, and NeuzipError for a model
-    whose layers cache anything but keys and values.
+    `bits` of the cache are those of each layer. Raises UsageError for other bits and for a plan that was made
+    for another form, and NeuzipError for a model whose layers cache anything but keys and values.
     """
 
     def __init__(
@@ -89,6 +89,8 @@ class KVCache(Cache):
         if isinstance(form, str) and form not in FORMS:
             raise UsageError(f"`form={form!r}`: is no form of a KV cache", f"give {in_words(FORMS)}")
         heads = FORMS[form] if isinstance(form, str) else form
+        name = next((name for name, known in FORMS.items() if known == heads), None)
+        chosen = as_bits(bits, "bits").in_form(name, "bits", "form")
         self.form = CacheFormat(heads, first)  # a layer that knew its cache would keep it alive
         self._places = places
         self._model: tuple[weakref.ref[PreTrainedModel], str | None] | None = None
@@ -96,7 +98,7 @@ class KVCache(Cache):
         plain = DynamicCache(config=text_config).layers
         self.bits = tuple(
             None if type(layer).__name__ in STATELESS else pair
-            for layer, pair in zip(plain, as_bits(bits, "bits").of(len(plain), "bits"), strict=True)
+            for layer, pair in zip(plain, chosen.of(len(plain), "bits"), strict=True)
         )
         layers: list[Any] = [
             self._layer(layer, index, text_config, max_length) for index, layer in enumerate(plain)

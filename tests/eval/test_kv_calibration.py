@@ -22,7 +22,7 @@ from neuzip.eval.measures.texts import Text, of_content, read_text
 from neuzip.eval.plans.calibration_text import _other_topics
 from neuzip.eval.plans.search import upper
 from neuzip.runtime.hf.load import load_model
-from neuzip.runtime.kv_bits import WIDTHS, as_bits
+from neuzip.runtime.kv_bits import WIDTHS, LayerBits, as_bits, plan_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -225,16 +225,22 @@ def test_generate_and_bench_choose_bits_by_themselves(verb: str, neuzip: Any, sh
         (["--kv-bits", "9"], "--kv-bits 9: keys and values have 1 to 8 bits, not 9"),
         (["--kv-bits", "auto:0.01", "--kv-text", "nowhere.txt"], "nowhere.txt"),
         (["--kv-bits", "auto:1", "--kv-text", "TEXT", "--kv-plan", "TEXT"], "exists already"),
+        (["--kv-bits", "PLAN"], "--kv-bits: PLAN was made for the form a4.8 of a KV cache, not for rotated"),
+        (["--kv-bits", "PLAN"], "give --kv-form a4.8"),
     ],
 )
 @pytest.mark.parametrize("verb", ["eval", "generate", "bench"])
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(
-    verb: str, options: list[str], words: str, neuzip: Any, short: Path
+    verb: str, options: list[str], words: str, neuzip: Any, short: Path, tmp_path: Path
 ):
     rest = {"eval": ["--text", "demo"], "generate": ["import"], "bench": []}[verb]
-    replaced = [str(short) if word == "TEXT" else word for word in options]
-    said = neuzip(verb, "nothing-here", *rest, *replaced)
-    assert said.exit_code in (1, 2) and words.replace("TEXT", str(short)) in said.stderr
+    plan = tmp_path / "kv.json"
+    plan.write_bytes(plan_bytes((LayerBits(4, 4),), {"form": "a4.8"}))
+    files = {"TEXT": str(short), "PLAN": str(plan)}
+    said = neuzip(verb, "nothing-here", *rest, *(files.get(word, word) for word in options))
+    for word, file in files.items():
+        words = words.replace(word, file)
+    assert said.exit_code in (1, 2) and words in said.stderr
 
 
 def test_eval_refuses_to_measure_on_the_calibration_text(neuzip: Any, short: Path):

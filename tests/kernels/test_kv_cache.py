@@ -125,11 +125,11 @@ def filled(
     texts: int, heads: int, tokens: int, widths: tuple[int, int], bits: tuple[int, int], first: Tensor,
     dtype: torch.dtype, group: int = 32,
 ) -> list[Heads]:  # fmt: skip
-    """Keys, with a center, and values that are small."""
+    """Keys in groups of `group` with a center, and values, which are small, in groups of 64 or fewer."""
     rooms = []
-    for n in range(2):
+    for n, size in enumerate((group, 64 if group >= 32 else group)):
         shape = texts, heads, tokens, widths[n]
-        rooms.append(room(shape, bits[n], group=group, center=n == 0, dtype=dtype))
+        rooms.append(room(shape, bits[n], group=size, center=n == 0, dtype=dtype))
         torch_ops.store(rooms[n], states(*shape, seed=n + 2, dtype=dtype) * (0.01 if n else 1), 0, first)
     return rooms
 
@@ -183,7 +183,7 @@ def test_logits_that_rise_and_fall_give_no_other_result(device: torch.device, mo
     """The unit of a share's sums is raised again and again, or once."""
     monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 1)
     first = torch.tensor([-9, -9])
-    rooms = [room((2, 1, 96, 64), 8, whole=4, center=False) for _ in range(2)]
+    rooms = [room((2, 1, 96, 64), 8, group=group, whole=4, center=False) for group in (32, 64)]
     keys = torch.linspace(0, 30, 96)[:, None] * torch.ones(64) / 8
     torch_ops.store(rooms[0], torch.stack([keys, keys.flip(0)])[:, None].bfloat16(), 0, first)
     torch_ops.store(rooms[1], states(2, 1, 96, 64, dtype=torch.bfloat16), 0, first)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+import neuzip
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.kv_cache import KVCache
+from neuzip.runtime.hf.kv_layers import FORMS, HeadForm
 from neuzip.runtime.kv_bits import (
     KVBits,
     LayerBits,
@@ -54,6 +56,26 @@ def test_a_plan_file_keeps_the_bits_of_each_layer(tmp_path: Path):
         read_plan(path).of(3)
 
 
+def test_a_plan_is_for_one_form(model: PreTrainedModel, tmp_path: Path):
+    path = tmp_path / "plan.json"
+    for form, other in (("rotated", "a4.8"), ("a4.8", "rotated")):
+        path.write_bytes(plan_bytes(LAYERS, {"form": form}))
+        words = rf"plan.json was made for the form {form} of a KV cache, not for {other}"
+        assert KVCache(model.config, path, form=form).bits == LAYERS
+        assert KVCache(model.config, path, form=FORMS[form]).bits == LAYERS
+        for wrong in (other, FORMS[other]):
+            with pytest.raises(UsageError, match=f"`bits`: .*{words}") as refusal:
+                KVCache(model.config, path, form=wrong)
+            assert f"`form='{form}'`" in refusal.value.hint
+        with pytest.raises(UsageError, match=f"`kv_bits`: .*{words}") as refusal:
+            neuzip.generate("nothing-here", "a", kv_bits=path, kv_form=other)
+        assert f"`kv_form='{form}'`" in refusal.value.hint
+        with pytest.raises(UsageError, match=words):
+            neuzip.evaluate("nothing-here", text="demo", kv_bits=str(path), kv_form=other)
+        with pytest.raises(UsageError, match=f"made for the form {form} .* not for this one"):
+            KVCache(model.config, as_bits(path), form=HeadForm(key_group=32, value_group=32))
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [
@@ -64,6 +86,8 @@ def test_a_plan_file_keeps_the_bits_of_each_layer(tmp_path: Path):
         ({"neuzip_kv_plan": 1}, "no list of layers"),
         ({"neuzip_kv_plan": 1, "layers": []}, "no list of layers"),
         ({"neuzip_kv_plan": 1, "layers": [4]}, "no object of keys and values"),
+        ({"neuzip_kv_plan": 1, "layers": [None], "form": "b5"}, "form 'b5' of a KV cache is not known"),
+        ({"neuzip_kv_plan": 1, "layers": [None], "form": [4]}, r"form \[4\] of a KV cache is not known"),
         ({"neuzip_kv_plan": 1, "layers": [{"keys": 4}]}, "no object of keys and values"),
         ({"neuzip_kv_plan": 1, "layers": [{"keys": 4, "values": 9}]}, "1 to 8 bits, not 9"),
         ({"neuzip_kv_plan": 1, "layers": [{"keys": True, "values": 4}]}, "1 to 8 bits, not True"),

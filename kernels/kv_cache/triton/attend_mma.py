@@ -6,15 +6,19 @@ words and scales of a step are in flight while the one before is computed.
 
     S = K Q^T      16 tokens by 8 queries: thread (r, q) has, of the tokens r and r + 8, eight of each 32
                    columns, 32 j + 8 q to 32 j + 8 q + 7
-    O += V^T P^T   16 columns by 8 queries, 16 tokens: thread (r, q) has columns 8 C r to 8 C r + 8 C - 1 of
-                   the tokens 2 q, 2 q + 1, 2 q + 8, 2 q + 9, where C is the width over 64, rounded up; an
-                   instruction takes two of its columns
+    O += V^T P^T   16 columns by 8 queries, 16 tokens: thread (r, q) has, of the tokens 2 q, 2 q + 1, 2 q + 8
+                   and 2 q + 9, the columns 64 C i + 8 C r to 64 C i + 8 C r + 8 C - 1 of each piece i of
+                   64 C columns; an instruction takes two of its columns
 
-A byte beside it makes a number of a code: the bf16 128 + code, or the fp16 1024 + code. Of keys, the products
-of a group are multiplied with its scale when they are summed, and what was added to codes is subtracted then.
-Values are made the numbers that they stand for, rounded once, for what is added to codes would drown the sums
-of a share. The weights of a share's tokens have a unit, the base of their query, which is raised to the
-largest logit only when a logit exceeds it by RISE: so sums are seldom multiplied. All sums are fp32.
+Operands are fp16 and sums fp32. Codes are exact in fp16. Queries are brought to its range by a power of two.
+Of keys, the products of a group are multiplied with its scale when they are summed, and what was added to
+codes is subtracted then. Of values, the scale is multiplied into the weight of a token, which is rounded then:
+nothing else is. A value is (code - 2^(bits - 1)) scale + middle, and the sum of weights times middles is
+an fp32 sum of its own: middles of few different numbers, once rounded to bf16, had errors that 32,768 tokens
+do not average out (a relative error of 7e-3 with 8 bits, where attention over bf16 has 3e-3).
+
+The base of a query is such that its weights times scales fit into fp16. It is raised only when one exceeds it
+by 2^RISE, so that sums are seldom multiplied.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,15 +40,24 @@ from neuzip.kernels.kv_cache.triton.mma_codes import (
     group_patterns,
     group_sums,
     piece_words,
+    plane_rows,
     query_fragments,
+    query_numbers,
+    query_unit,
+    where_counted,
 )
 from neuzip.kernels.kv_cache.triton.mma_steps import (
+    counted,
     exceed,
     key_products,
     masked_logits,
+    over_rows,
     raised_bases,
-    rounded_weights,
+    value_factors,
+    weights_of,
+    with_largest_scale,
     with_values,
+    with_weights,
 )
 from neuzip.kernels.kv_cache.triton.shares import (
     LOG2_E,
@@ -55,6 +69,7 @@ from neuzip.kernels.kv_cache.triton.shares import (
     share_count,
 )
 from neuzip.kernels.quantizers import plane_widths, words
+from neuzip.kernels.quantizers.kv_groups import SCALE_UNIT
 
 STEP = 16
 """Tokens that a program takes at a time."""
@@ -68,7 +83,7 @@ _STEP, _LEAST = tl.constexpr(STEP), tl.constexpr(LEAST)
 def fits(query: Tensor, keys: Heads, values: Heads) -> bool:
     """Whether `attend` is made for them: numbers of 16 bits, scales in bf16, rows one behind the other.
 
-    Groups of keys are whole multiples of 32 numbers, those of values of 8.
+    Groups of keys are whole multiples of 32 numbers, those of values of 64.
     """
     return (
         query.dtype in (torch.bfloat16, torch.float16)
@@ -76,7 +91,7 @@ def fits(query: Tensor, keys: Heads, values: Heads) -> bool:
         and all(heads.words.stride()[2:] == (words(heads.width, heads.bits), 1) for heads in (keys, values))
         and all(h.group is not None or h.scale.dtype == torch.bfloat16 for h in (keys, values))
         and (keys.scale.shape[3] == 1 or group_width(keys) % 32 == 0)
-        and (values.scale.shape[3] == 1 or group_width(values) % 8 == 0)
+        and (values.scale.shape[3] == 1 or group_width(values) % 64 == 0)
     )
 
 
@@ -100,15 +115,18 @@ def attend(
     widest = max(width, values.width)
     shares = _shares(keys.capacity, batch * heads, widest, group, query.device)
     parts = ShareSums.empty(query, group, shares, values.width)
-    k_numbers = _together(keys)
+    stored = _with_a_step(keys), _with_a_step(values)
+    numbers = [_together(heads) for heads in stored]
     launch(
         _fragments_kernel, (parts.shares, heads, batch),
-        *parts.arrays, query.view(torch.int16), first, mask, length, LOG2_E * scaling,
+        *parts.arrays, query.view(torch.int16), first, mask, length, LOG2_E * scaling * _scale_unit(keys),
         *query.stride()[:2], mask_stride(mask),
-        *_arguments(keys, k_numbers), *_arguments(values, _each(values)), keys.capacity,
+        *_arguments(stored[0], numbers[0]), *_arguments(stored[1], numbers[1]), keys.capacity,
+        stored[0].capacity - STEP,
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
         HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, TURN=turn_width(keys),
-        **_constants("K", keys), **_constants("V", values), **_pieces(values), K_SCALES=k_numbers[0].shape[3],
+        **_constants("K", keys), **_constants("V", values), **_pieces(values), V_UNIT=_scale_unit(values),
+        K_SCALES=numbers[0][0].shape[3], V_SCALES=numbers[1][0].shape[3],
         COMPILED=is_compiled(_fragments_kernel), num_warps=1, pdl=True, device=query.device,
     )  # fmt: skip
     return join(query, keys, values, first, parts, scaling=scaling, length=length, mask=mask)
@@ -124,23 +142,29 @@ def _arguments(heads: Heads, numbers: tuple[Tensor, Tensor | None]) -> tuple[Ten
     return heads.words, scale, zero, heads.first_bits, *strides, *first_bit_strides(heads)
 
 
+def _with_a_step(heads: Heads) -> Heads:
+    """The same heads, or a copy with memory for the tokens of one step, if there is less."""
+    missing = STEP - heads.capacity
+    if missing <= 0:
+        return heads
+    return heads.tokens_changed(lambda tensor: F.pad(tensor, (0, 0, 0, missing)))
+
+
+def _scale_unit(heads: Heads) -> float:
+    """The number by which what the kernel makes of a stored scale has to be multiplied."""
+    return 1.0 if heads.zero is None else SCALE_UNIT
+
+
 def _together(heads: Heads) -> tuple[Tensor, Tensor | None]:
     """The bits of scales and zero points, those of 4 or 2 groups in one integer where that is possible."""
     if heads.zero is None:
-        return _each(heads)
+        return heads.scale.view(torch.int16), None
     arrays = heads.scale, heads.zero
     places = [x for array in arrays for x in (*array.stride()[:2], array.shape[3], array.storage_offset())]
     for dtype in (torch.int32, torch.int16):
         if all(place % dtype.itemsize == 0 for place in places):
             return heads.scale.view(dtype), heads.zero.view(dtype)
-    return _each(heads)
-
-
-def _each(heads: Heads) -> tuple[Tensor, Tensor | None]:
-    """The bits of scales and zero points, those of a group each."""
-    if heads.zero is None:
-        return heads.scale.view(torch.int16), None
-    return heads.scale, heads.zero
+    return arrays
 
 
 def _constants(letter: str, heads: Heads) -> dict[str, Any]:
@@ -155,57 +179,57 @@ def _constants(letter: str, heads: Heads) -> dict[str, Any]:
 
 
 def _pieces(values: Heads) -> dict[str, int]:
-    """How many pieces a thread's columns of a value are, each within a group, and 8s of columns of one."""
-    chunks = -(-values.width // 64)
-    is_whole = chunks != 3 and (values.scale.shape[3] == 1 or group_width(values) % (8 * chunks) == 0)
-    return {"PIECES": 1 if is_whole else chunks, "CHUNKS": chunks if is_whole else 1}
+    """How many pieces of 64 CHUNKS columns a value has, each within a group."""
+    each = values.width if values.scale.shape[3] == 1 else min(values.width, group_width(values))
+    chunks = {1: 1, 2: 2, 3: 1, 4: 4}[-(-each // 64)]
+    return {"PIECES": -(-values.width // (64 * chunks)), "CHUNKS": chunks}
 
 
 @triton.jit
 def _load_step(
-    kw_ptr, ks_ptr, kz_ptr, vw_ptr, vs_ptr, vz_ptr, at, last, r, q,
+    k_rows, ks_rows, kz_rows, v_rows, vs_rows, vz_rows, at, r, q,
     K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_ROW: tl.constexpr, K_WIDTH: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_ROW: tl.constexpr, V_WIDTH: tl.constexpr,
-    V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
+    V_SCALES: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of the tokens from `at` on; of the token `last` in place of those behind it.
+    """What is stored of the 16 tokens from `at` on: keys, values, and scales and zero points of values.
 
-    Of keys the tokens r and r + 8, of values 2 q, 2 q + 1, 2 q + 8 and 2 q + 9: words, scales, low ends.
+    Of keys, and of scales, the tokens r and r + 8; of words of values 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. `rows`
+    are where a thread's words and scales begin for `at` = 0.
     """
+    at = at.to(tl.int64)
     keys = ()
+    factors = ()
     for u in tl.static_range(2):
-        token = tl.minimum(8 * u + r + at, last)
         words = ()
         for j in tl.static_range((K_WIDTH + 31) // 32):
-            rows = kw_ptr + token * K_ROW
-            words += (piece_words(rows, 4 * j + q, 1, K_WIDTHS, K_COUNTS, 32 * j + 32 <= K_WIDTH),)
-        scales = group_patterns(ks_ptr, token, K_SCALES)
-        keys += ((words, scales, scales if kz_ptr is None else group_patterns(kz_ptr, token, K_SCALES)),)
+            offset = at * K_ROW + 8 * u * K_ROW
+            words += (piece_words(k_rows, offset, q, 4 * j, 1, K_WIDTHS, K_COUNTS, 32 * j + 32 <= K_WIDTH),)
+        offset = at * K_SCALES + 8 * u * K_SCALES
+        scales = group_patterns(ks_rows, offset, K_SCALES)
+        keys += ((words, scales, scales if kz_rows is None else group_patterns(kz_rows, offset, K_SCALES)),)
+        offset = at * V_SCALES + 8 * u * V_SCALES
+        scales = group_patterns(vs_rows, offset, V_SCALES)
+        factors += ((scales, scales if vz_rows is None else group_patterns(vz_rows, offset, V_SCALES)),)
     values = ()
     for u in tl.static_range(4):
-        token = tl.minimum(2 * q + (8 * (u // 2) + u % 2) + at, last)
+        offset = at * V_ROW + (8 * (u // 2) + u % 2) * V_ROW
         pieces = ()
         for i in tl.static_range(PIECES):
-            n = r * PIECES + i
-            rows = vw_ptr + token * V_ROW
-            words = piece_words(rows, n, CHUNKS, V_WIDTHS, V_COUNTS, 64 * PIECES * CHUNKS == V_WIDTH)
-            group = tl.minimum(8 * CHUNKS * n // V_GROUP, V_GROUPS - 1)
-            scale = tl.load(vs_ptr + token * V_GROUPS + group)
-            pieces += (
-                (words, scale, scale if vz_ptr is None else tl.load(vz_ptr + token * V_GROUPS + group)),
-            )
+            full = 64 * CHUNKS * i + 64 * CHUNKS <= V_WIDTH
+            pieces += (piece_words(v_rows, offset, r, 8 * i, CHUNKS, V_WIDTHS, V_COUNTS, full),)
         values += (pieces,)
-    return keys, values
+    return keys, values, factors
 
 
-@triton.jit(do_not_specialize=["length_ptr", "capacity"])
+@triton.jit(do_not_specialize=["length_ptr", "capacity", "last_step"])
 def _fragments_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling,
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kz_ptr, kf_ptr, stride_kwb, stride_kwh, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vz_ptr, vf_ptr, stride_vwb, stride_vwh, stride_vsb, stride_vsh, stride_vfb, stride_vfh,
-    capacity,
+    capacity, last_step,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     WHOLE: tl.constexpr, TURN: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_PLANES: tl.constexpr,
@@ -213,7 +237,8 @@ def _fragments_kernel(
     K_FIRST: tl.constexpr, K_SCALES: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_PLANES: tl.constexpr,
     V_ROW: tl.constexpr, V_WIDTH: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
-    V_FIRST: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
+    V_FIRST: tl.constexpr, V_SCALES: tl.constexpr, V_UNIT: tl.constexpr,
+    PIECES: tl.constexpr, CHUNKS: tl.constexpr,
     USE_PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a head: sums for up to 16 queries, their largest logits (base 2), sums of weights."""
@@ -232,62 +257,81 @@ def _fragments_kernel(
     each = tl.cdiv(tl.cdiv(length, shares), _STEP) * _STEP
     begin = share * each
     end = tl.minimum(begin + each, length)
-    last = tl.maximum(end - 1, 0)
     first = tl.load(first_ptr + text).to(tl.int32)
 
-    kw_ptr += text * stride_kwb + head * stride_kwh
-    vw_ptr += text * stride_vwb + head * stride_vwh
-    ks_ptr += text * stride_ksb + head * stride_ksh
-    vs_ptr += text * stride_vsb + head * stride_vsh
-    if kz_ptr is not None:
-        kz_ptr += text * stride_ksb + head * stride_ksh
-    if vz_ptr is not None:
-        vz_ptr += text * stride_vsb + head * stride_vsh
+    k_rows = plane_rows(
+        kw_ptr + text * stride_kwb + head * stride_kwh + r * K_ROW, q, 1, K_WIDTHS, K_COUNTS
+    )
+    v_rows = plane_rows(
+        vw_ptr + text * stride_vwb + head * stride_vwh + 2 * q * V_ROW, r, CHUNKS, V_WIDTHS, V_COUNTS
+    )
+    ks_rows = ks_ptr + text * stride_ksb + head * stride_ksh + r * K_SCALES
+    vs_rows = vs_ptr + text * stride_vsb + head * stride_vsh + r * V_SCALES
+    kz_rows = None if kz_ptr is None else kz_ptr + text * stride_ksb + head * stride_ksh + r * K_SCALES
+    vz_rows = None if vz_ptr is None else vz_ptr + text * stride_vsb + head * stride_vsh + r * V_SCALES
     if mask_ptr is not None:
         mask_ptr += text * stride_mb
+    # A step that memory does not hold whole begins earlier; its first tokens do not count again.
     step = _load_step(
-        kw_ptr, ks_ptr, kz_ptr, vw_ptr, vs_ptr, vz_ptr, begin, last, r, q,
+        k_rows, ks_rows, kz_rows, v_rows, vs_rows, vz_rows, tl.minimum(begin, last_step), r, q,
         K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES,
-        V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_GROUPS, V_GROUP, PIECES, CHUNKS,
+        V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_SCALES, PIECES, CHUNKS,
     )  # fmt: skip
     k_extras = _extra_words(kf_ptr, text * stride_kfb + head * stride_kfh, q, 4, BLOCKS, 1, K_FIRST)
-    v_extras = _extra_words(
-        vf_ptr, text * stride_vfb + head * stride_vfh, r * PIECES, 1, PIECES, CHUNKS, V_FIRST
-    )
+    v_extras = _extra_words(vf_ptr, text * stride_vfb + head * stride_vfh, r, 8, PIECES, CHUNKS, V_FIRST)
     query_ptr += text * stride_qb + head * GROUP * stride_qh
-    fragments, query_sums, bases, sums = (), (), (), ()
+    queries, fragments, query_sums, bases, sums, weight_sums = (), (), (), (), (), ()
     zero = tl.zeros([32], tl.float32)
     for n in tl.static_range(TILES):
         row = 8 * n + r
-        of_tile = query_fragments(query_ptr + row * stride_qh, row < GROUP, q, K_WIDTH, TURN, HALF, COMPILED)
+        queries += (query_numbers(query_ptr + row * stride_qh, row < GROUP, q, K_WIDTH, TURN, HALF, COMPILED),)
+    unit, inverse = query_unit(queries)
+    scaling *= inverse
+    for n in tl.static_range(TILES):
+        of_tile = query_fragments(queries[n], unit, COMPILED)
         fragments += (of_tile,)
-        query_sums += (group_sums(of_tile, K_GROUPS, EACH, HALF, COMPILED),)
+        query_sums += (group_sums(of_tile, K_GROUPS, EACH, COMPILED),)
         bases += ((zero + _LEAST, zero + _LEAST),)
         of_tile = ()
-        for _ in tl.static_range(4 * PIECES * CHUNKS + 1):
+        for _ in tl.static_range(4 * PIECES * CHUNKS):
             of_tile += ((zero, zero, zero, zero),)
         sums += (of_tile,)
+        of_tile = ((zero, zero),)
+        for _ in tl.static_range(V_GROUPS):
+            of_tile += ((zero, zero),)
+        weight_sums += (of_tile,)
 
-    for at in range(begin, end, _STEP):
-        keys, values = step
+    for begin_of_step in range(begin, end, _STEP):
+        keys, values, stored = step
+        at = tl.minimum(begin_of_step, last_step)
         step = _load_step(
-            kw_ptr, ks_ptr, kz_ptr, vw_ptr, vs_ptr, vz_ptr, at + _STEP, last, r, q,
+            k_rows, ks_rows, kz_rows, v_rows, vs_rows, vz_rows,
+            tl.minimum(begin_of_step + _STEP, last_step), r, q,
             K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES,
-            V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_GROUPS, V_GROUP, PIECES, CHUNKS,
+            V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_SCALES, PIECES, CHUNKS,
         )  # fmt: skip
-        token = 2 * q + at
+        counts = counted(r + at, begin_of_step, end, first, WHOLE)
+        is_first = r + at == first, r + at + 8 == first
         logits = key_products(
-            keys, k_extras, (r + at == first, r + at + 8 == first), fragments, query_sums,
-            K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, HALF, COMPILED,
+            keys, k_extras, is_first, fragments, query_sums,
+            K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, COMPILED,
         )  # fmt: skip
-        logits = masked_logits(logits, mask_ptr, r + at, end, first, scaling, WHOLE, MASK_IS_BOOL)
-        if exceed(logits, bases):
-            bases, sums = raised_bases(logits, bases, sums, COMPILED)
-        weights = rounded_weights(logits, bases, HALF, COMPILED)
+        logits = masked_logits(logits, mask_ptr, r + at, counts, scaling, MASK_IS_BOOL)
+        scales = where_counted(stored[0][0], counts[0]), where_counted(stored[1][0], counts[1])
+        factors = value_factors(
+            scales, (stored[0][1], stored[1][1]), is_first,
+            V_GROUPS, V_BITS, vz_ptr is not None, vf_ptr is not None, COMPILED,
+        )  # fmt: skip
+        scaled = with_largest_scale(logits, factors)
+        if exceed(scaled, bases):
+            bases, sums, weight_sums = raised_bases(scaled, bases, sums, weight_sums, COMPILED)
+        weights = weights_of(logits, bases)
+        weight_sums = with_weights(weight_sums, weights, factors)
+        token = 2 * q + at
         is_first = token == first, token + 1 == first, token + 8 == first, token + 9 == first
         sums = with_values(
-            sums, weights, values, v_extras, is_first,
-            PIECES, CHUNKS, V_PLANES, V_BITS, vz_ptr is not None, HALF, COMPILED,
+            sums, weights, factors, values, v_extras, is_first,
+            PIECES, CHUNKS, V_GROUP, V_PLANES, V_BITS, COMPILED,
         )  # fmt: skip
 
     rows = (text * tl.num_programs(1) + head) * GROUP
@@ -297,8 +341,11 @@ def _fragments_kernel(
             row = (rows + query) * shares + share
             real = query < GROUP
             tl.store(largest_ptr + row, bases[n][i], mask=real & (r == 0))
-            tl.store(weight_ptr + row, sums[n][4 * PIECES * CHUNKS][i], mask=real & (r == 0))
-            _store_sums(sums_ptr + row * V_WIDTH, real, r, sums[n], i, V_WIDTH)
+            tl.store(weight_ptr + row, over_rows(weight_sums[n][0][i], COMPILED), mask=real & (r == 0))
+            _store_sums(
+                sums_ptr + row * V_WIDTH, real, r, sums[n], weight_sums[n], i,
+                PIECES, CHUNKS, V_GROUP, V_WIDTH, V_UNIT, COMPILED,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -310,18 +357,24 @@ def _extra_words(
         extras = None
     else:
         extras = ()
+        rows = plane_rows(ptr + tl.zeros([32], tl.int32), n, CHUNKS, (1,), (COUNT,))
         for i in tl.static_range(PIECES):
-            rows = ptr + offset + tl.zeros([32], tl.int32)
-            extras += (piece_words(rows, n + STRIDE * i, CHUNKS, (1,), (COUNT,), False),)
+            extras += (piece_words(rows, offset, n, STRIDE * i, CHUNKS, (1,), (COUNT,), False),)
     return extras
 
 
 @triton.jit
-def _store_sums(rows, real, r, sums, QUERY: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums of the query 2 q + QUERY: all of a thread's columns."""
-    for m in tl.static_range(0, len(sums) - 1, 2):
-        even = tl.join(sums[m][QUERY], sums[m + 1][QUERY])
-        odd = tl.join(sums[m][2 + QUERY], sums[m + 1][2 + QUERY])
-        four = tl.reshape(tl.join(even, odd), [32, 4])
-        column = (2 * (len(sums) - 1) * r + 2 * m)[:, None] + tl.arange(0, 4)[None, :]
-        tl.store(rows[:, None] + column, four, mask=real[:, None] & (column < WIDTH))
+def _store_sums(
+    rows, real, r, sums, weight_sums, QUERY: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Sums of the query 2 q + QUERY, all of a thread's columns: those of codes and those of middles."""
+    for i in tl.static_range(PIECES):
+        middles = over_rows(weight_sums[1 + 64 * CHUNKS * i // GROUP][QUERY], COMPILED)
+        for m in tl.static_range(4 * CHUNKS * i, 4 * CHUNKS * (i + 1), 2):
+            even = tl.join(sums[m][QUERY], sums[m + 1][QUERY])
+            odd = tl.join(sums[m][2 + QUERY], sums[m + 1][2 + QUERY])
+            four = tl.reshape(tl.join(even, odd), [32, 4])
+            column = (8 * CHUNKS * (8 * i + r) + 2 * (m - 4 * CHUNKS * i))[:, None] + tl.arange(0, 4)[None, :]
+            total = (four + middles[:, None]) * UNIT
+            tl.store(rows[:, None] + column, total, mask=real[:, None] & (column < WIDTH))

@@ -7,12 +7,9 @@ import triton.language as tl
 
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.quantizers import block_width
-from neuzip.kernels.quantizers.kv_groups import LEAST_EXPONENT, SCALE_NAN
+from neuzip.kernels.quantizers.kv_groups import SCALE_UNIT
 
-NAN_BYTE = tl.constexpr(SCALE_NAN)
-
-SCALE_UNIT = tl.constexpr((127 + LEAST_EXPONENT) << 3)
-"""What a scale byte lacks to the first 12 bits of the fp32 number that it stands for."""
+_UNIT = tl.constexpr(SCALE_UNIT)
 
 
 def group_width(heads: Heads) -> int:
@@ -50,5 +47,4 @@ def turned(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr):
 @triton.jit
 def scale_of_byte(byte):
     """The fp32 number that a scale byte, int32, stands for."""
-    pattern = (byte << 20) + tl.minimum(byte, 1) * (SCALE_UNIT << 20)
-    return tl.where(byte == NAN_BYTE, 0x7FC00000, pattern).to(tl.float32, bitcast=True)
+    return (byte << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * _UNIT

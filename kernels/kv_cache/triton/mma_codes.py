@@ -2,6 +2,7 @@
 
 A warp works on arrays [32], an element a thread. Thread (r, q) has a piece of a token's columns: 8 CHUNKS
 that follow each other. Words of a piece are a tuple for each plane of its codes, the widest plane first.
+All operands are fp16, whatever the dtype of the query: a byte beside a code makes the fp16 1024 + code of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import triton.language as tl
 from neuzip.kernels.device.mma_fragments import (
     exchanged,
     float_of,
+    halves_together,
+    masked_or,
     multiply,
     pair_of,
     side_by_side,
@@ -19,7 +22,7 @@ from neuzip.kernels.device.mma_fragments import (
     twice,
     under,
 )
-from neuzip.kernels.kv_cache.triton.groups import power_of_two, scale_of_byte
+from neuzip.kernels.kv_cache.triton.groups import power_of_two
 
 
 @triton.jit
@@ -41,34 +44,55 @@ def columns_of(tile, COUNT: tl.constexpr):
 
 @triton.jit
 def load_columns(rows, begin, COUNT: tl.constexpr, EACH: tl.constexpr, FULL: tl.constexpr):
-    """EACH elements from `begin` on of rows of COUNT, a power of two; 0 beyond the last, unless FULL."""
-    at = begin[:, None] + tl.arange(0, EACH)[None, :]
+    """EACH elements at `rows`; 0, unless FULL, for those of which there are COUNT, the first being `begin`."""
+    more = tl.arange(0, EACH)[None, :]
     if FULL:
-        loaded = tl.load(rows[:, None] + at)
+        loaded = tl.load(rows[:, None] + more)
     else:
-        loaded = tl.load(rows[:, None] + at, mask=at < COUNT, other=0)
+        loaded = tl.load(rows[:, None] + more, mask=begin[:, None] + more < COUNT, other=0)
     return columns_of(loaded, EACH)
 
 
 @triton.jit
-def piece_words(
-    rows, n, CHUNKS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, FULL: tl.constexpr
-):
-    """Words of the columns from 8 CHUNKS n on, shifted so that the first code is at bit 0.
+def plane_rows(
+    rows, n, CHUNKS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr
+):  # fmt: skip
+    """Where in each plane of tokens at `rows` the words of the pieces [32] n are."""
+    planes = ()
+    for p in tl.static_range(len(WIDTHS)):
+        planes += (rows + n * (CHUNKS * WIDTHS[p]) // 4,)
+        rows += COUNTS[p]
+    return planes
 
-    FULL: no piece reaches beyond the row.
+
+@triton.jit
+def piece_words(
+    rows, offset, n, MORE: tl.constexpr, CHUNKS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """Words of the pieces n + MORE, shifted so that the first code is at bit 0.
+
+    `rows` are the `plane_rows` of n, and the token is `offset` words behind. MORE is a multiple of 4. FULL: no
+    piece reaches beyond the row.
     """
     planes = ()
     for p in tl.static_range(len(WIDTHS)):
-        if CHUNKS * WIDTHS[p] >= 4:
-            begin = n * (CHUNKS * WIDTHS[p] // 4)
-            planes += (load_columns(rows, begin, COUNTS[p], CHUNKS * WIDTHS[p] // 4, FULL),)
+        EACH: tl.constexpr = CHUNKS * WIDTHS[p]
+        MORE_WORDS: tl.constexpr = MORE * EACH // 4
+        here = rows[p] + (offset + MORE_WORDS)
+        begin = n * EACH // 4 + MORE_WORDS
+        if EACH >= 4:
+            planes += (load_columns(here, begin, COUNTS[p], EACH // 4, FULL),)
         else:  # several threads have parts of one word
-            parts = 4 // (CHUNKS * WIDTHS[p])
-            one = load_columns(rows, n // parts, COUNTS[p], 1, FULL)
-            planes += ((one[0] >> (n % parts * (2 * CHUNKS * WIDTHS[p])),),)
-        rows += COUNTS[p]
+            one = load_columns(here, begin, COUNTS[p], 1, FULL)
+            planes += ((one[0] >> (n % (4 // EACH) * (2 * EACH)),),)
     return planes
+
+
+@triton.constexpr_function
+def _four(byte):
+    """A byte four times, as an int32."""
+    return int.from_bytes(bytes([byte] * 4), "little", signed=True)
 
 
 @triton.jit
@@ -78,83 +102,58 @@ def column_codes(planes, WIDTHS: tl.constexpr, G: tl.constexpr):
     for p in tl.static_range(len(WIDTHS)):
         field = planes[p][G * WIDTHS[p] // 8] >> (G * WIDTHS[p] % 8)
         if WIDTHS[p] < 8:
-            field = field & (((1 << WIDTHS[p]) - 1) * 0x01010101)
+            field = field & _four((1 << WIDTHS[p]) - 1)
         codes = (codes << WIDTHS[p]) | field
     return codes
 
 
-@triton.constexpr_function
-def _four(byte):
-    """A byte four times, as an int32."""
-    return int.from_bytes(bytes([byte] * 4), "little", signed=True)
-
-
-@triton.constexpr_function
-def added_to_codes(bits, half):
-    """The number that `code_numbers` makes of a code, less the code."""
-    if half:
-        return 1024.0
-    return 128.0 if bits < 8 else -128.0
+@triton.jit
+def key_numbers(planes, WIDTHS: tl.constexpr, G: tl.constexpr, COMPILED: tl.constexpr):
+    """1024 + code for columns 4 G to 4 G + 3 of a token: pairs of the first two and of the last two."""
+    codes = column_codes(planes, WIDTHS, G)
+    return side_by_side(codes, tl.full([32], _four(0x64), tl.int32), COMPILED)
 
 
 @triton.jit
-def code_numbers(codes, BITS: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """Four codes, a byte each, as numbers: pairs of the first two and of the last two.
-
-    A byte beside the code makes the fp16 1024 + code of it, or the bf16 128 + code. A bf16 has 8 bits: codes
-    of 8 are 128 + their lower 7 bits, from which 256 is subtracted, or 128 if bit 7 is set.
-    """
-    UPPER: tl.constexpr = 0x64 if HALF else 0x43
-    if HALF or BITS < 8:
-        numbers = side_by_side(codes, tl.full([32], _four(UPPER), tl.int32), COMPILED)
-    else:
-        upper = tl.full([32], _four(UPPER), tl.int32)
-        low = side_by_side(codes & _four(0x7F), upper, COMPILED)
-        less_by = side_by_side((codes & _four(0x80)) ^ _four(0x80), upper | _four(0x80), COMPILED)
-        one = twice(tl.full([32], 1, tl.float32), HALF)
-        numbers = (
-            times_plus(low[0], one, less_by[0], HALF, COMPILED),
-            times_plus(low[1], one, less_by[1], HALF, COMPILED),
-        )
-    return numbers
+def words_of_two(one, other, COMPILED: tl.constexpr):
+    """Words of a piece of two tokens, those of columns 4 g and 4 g + 1 of both, and those of 4 g + 2, 4 g + 3."""
+    lower = ()
+    upper = ()
+    for p in tl.static_range(len(one)):
+        low = ()
+        high = ()
+        for i in tl.static_range(len(one[p])):
+            both = halves_together(one[p][i], other[p][i], COMPILED)
+            low += (both[0],)
+            high += (both[1],)
+        lower += (low,)
+        upper += (high,)
+    return lower, upper
 
 
 @triton.jit
-def scaled_numbers(
-    pairs, scale, middle, BITS: tl.constexpr, CODE_BITS: tl.constexpr, HALF: tl.constexpr,
-    COMPILED: tl.constexpr,
+def value_numbers(
+    planes, WIDTHS: tl.constexpr, G: tl.constexpr, CENTRE: tl.constexpr, COMPILED: tl.constexpr
 ):  # fmt: skip
-    """Pairs of `code_numbers` for codes of CODE_BITS as the numbers (code - 2^(BITS - 1)) scale + middle.
+    """code - CENTRE, exact, for two columns of two tokens (`words_of_two`): a pair of tokens for each column.
 
-    `scale` and `middle` are pairs, one number for each of a pair. In fp16 `scale` is 2^(BITS - 1) times as
-    large, so that small ones keep their digits.
+    Codes of one plane stay where they lie in their byte, which spares a shift: they become 1024 + code 2^PLACE.
     """
-    SUBTRACTED: tl.constexpr = added_to_codes(CODE_BITS, HALF) + 2 ** (BITS - 1)
-    UNIT: tl.constexpr = 2.0 ** (1 - BITS) if HALF else 1.0
-    scaled = ()
-    for i in tl.static_range(2):
-        centred = pairs[i]
-        if SUBTRACTED != 0:
-            unit = twice(tl.full([32], UNIT, tl.float32), HALF)
-            addend = twice(tl.full([32], -SUBTRACTED * UNIT, tl.float32), HALF)
-            centred = times_plus(centred, unit, addend, HALF, COMPILED)
-        scaled += (times_plus(centred, scale, middle, HALF, COMPILED),)
-    return scaled
+    PLACE: tl.constexpr = G * WIDTHS[0] % 8 if len(WIDTHS) == 1 else 0
+    FIELD: tl.constexpr = ((1 << WIDTHS[0]) - 1) << PLACE if len(WIDTHS) == 1 else 0xFF
+    codes = planes[0][G * WIDTHS[0] // 8] if len(WIDTHS) == 1 else column_codes(planes, WIDTHS, G)
+    unit = twice(tl.full([32], 2.0**-PLACE, tl.float32), True)
+    less = twice(tl.full([32], -(1024 * 2.0**-PLACE + CENTRE), tl.float32), True)
+    first = masked_or(codes, FIELD * 0x00010001, 0x64006400, COMPILED)
+    second = masked_or(codes >> 8, FIELD * 0x00010001, 0x64006400, COMPILED)
+    return times_plus(first, unit, less, True, COMPILED), times_plus(second, unit, less, True, COMPILED)
 
 
 @triton.jit
-def scale_pairs(scales, offsets, BITS: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """What `scaled_numbers` takes for two tokens whose values are (code - 2^(BITS - 1) + offset) scale."""
-    UNIT: tl.constexpr = 2.0 ** (BITS - 1) if HALF else 1.0
-    scale = pair_of(scales[0] * UNIT, scales[1] * UNIT, HALF, COMPILED)
-    return scale, pair_of(offsets[0] * scales[0], offsets[1] * scales[1], HALF, COMPILED)
-
-
-@triton.jit
-def query_fragments(
+def query_numbers(
     rows, there, q, WIDTH: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr
 ):  # fmt: skip
-    """Queries as B, rotated in blocks of TURN columns: two pairs for each 16 columns.
+    """Queries rotated in blocks of TURN columns, fp32; HALF: they are fp16, else bf16.
 
     Thread (r, q) has columns 32 j + 8 q to 32 j + 8 q + 7 of query r for each j; `rows` is where it begins.
     """
@@ -165,11 +164,32 @@ def query_fragments(
         patterns = columns_of(loaded.to(tl.int32), 8)
         for e in tl.static_range(8):
             numbers += (float_of(patterns[e], HALF),)
-    numbers = _turned(numbers, q, TURN, COMPILED)
+    return _turned(numbers, q, TURN, COMPILED)
+
+
+@triton.jit
+def query_unit(tiles):
+    """The power of two by which queries are multiplied, and its inverse: the largest number becomes 2^14 or more.
+
+    fp16 then has 11 bits for all numbers down to 2^-28 of the largest.
+    """
+    largest = tl.zeros([32], tl.float32)
+    for n in tl.static_range(len(tiles)):
+        for i in tl.static_range(len(tiles[n])):
+            largest = tl.maximum(largest, tl.abs(tiles[n][i]))
+    exponent = tl.max(largest.to(tl.int32, bitcast=True) >> 23, 0)
+    exponent = tl.minimum(tl.maximum(exponent, 15), 254)
+    unit = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return unit, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def query_fragments(numbers, unit, COMPILED: tl.constexpr):
+    """`query_numbers` times a unit as B: two pairs for each 16 columns."""
     fragments = ()
     for g in tl.static_range(0, len(numbers), 4):
-        first = pair_of(numbers[g], numbers[g + 1], HALF, COMPILED)
-        fragments += ((first, pair_of(numbers[g + 2], numbers[g + 3], HALF, COMPILED)),)
+        first = pair_of(numbers[g] * unit, numbers[g + 1] * unit, True, COMPILED)
+        fragments += ((first, pair_of(numbers[g + 2] * unit, numbers[g + 3] * unit, True, COMPILED)),)
     return fragments
 
 
@@ -204,39 +224,49 @@ def _turned(numbers, q, TURN: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def group_sums(
-    fragments, GROUPS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr
-):
+def group_sums(fragments, GROUPS: tl.constexpr, EACH: tl.constexpr, COMPILED: tl.constexpr):
     """Sums of the columns of each group, EACH times 32, of the queries 2 q and 2 q + 1."""
-    one = twice(tl.full([32], 1, tl.float32), HALF)
+    one = twice(tl.full([32], 1, tl.float32), True)
     zero = tl.zeros([32], tl.float32)
     sums = ()
     for g in tl.static_range(GROUPS):
         quad = zero, zero, zero, zero
         for n in tl.static_range(2 * EACH):
             if 2 * g * EACH + n < len(fragments):
-                quad = multiply((one, one, one, one), fragments[2 * g * EACH + n], quad, 1, HALF, COMPILED)
+                quad = multiply((one, one, one, one), fragments[2 * g * EACH + n], quad, 1, True, COMPILED)
         sums += ((quad[0], quad[1]),)
     return sums
 
 
 @triton.jit
-def group_patterns(ptr, token, COUNT: tl.constexpr):
-    """The COUNT elements, each of one group or of several, that tokens [32] have in an array: a tuple."""
+def group_patterns(rows, offset, COUNT: tl.constexpr):
+    """The COUNT elements, of one group each or of several, at `offset` behind `rows` [32]: a tuple."""
     EACH: tl.constexpr = power_of_two(COUNT)
-    return load_columns(ptr + token * COUNT, token * 0, COUNT, EACH, EACH == COUNT)
+    return load_columns(rows + offset, tl.zeros([32], tl.int32), COUNT, EACH, EACH == COUNT)
 
 
 @triton.jit
-def group_scale(patterns, G: tl.constexpr, GROUPED: tl.constexpr, COMPILED: tl.constexpr):
-    """The scale of group G, fp32: that of a byte (quantizers.kv_groups), or a bf16 in the plain form."""
+def where_counted(patterns, counts):
+    """The same `group_patterns`, and zeros for tokens that do not count."""
+    counted = ()
+    for i in tl.static_range(len(patterns)):
+        counted += (tl.where(counts, patterns[i], 0).to(patterns[i].dtype),)
+    return counted
+
+
+@triton.jit
+def group_scale(patterns, G: tl.constexpr, GROUPED: tl.constexpr):
+    """The scale of group G, fp32: 32 times that of a byte (quantizers.kv_groups), or a bf16 in the plain form."""
     if not GROUPED:
-        number = (patterns[0].to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif patterns[0].dtype == tl.uint8:
-        number = scale_of_byte(patterns[G].to(tl.int32))
+        number = float_of(patterns[0].to(tl.int32), False)
     else:
         EACH: tl.constexpr = patterns[0].dtype.primitive_bitwidth // 8
-        number = scale_of_byte(under(patterns[G // EACH].to(tl.int32), 0, G % EACH, COMPILED))
+        word = patterns[G // EACH].to(tl.int32)
+        if G % EACH % 2 == 0:  # two scales at once: a byte << 7 is an fp16
+            halves = (word & 0x00FF00FF) << 7
+        else:
+            halves = (word >> 1) & 0x7F807F80
+        number = float_of(halves >> (16 * (G % EACH // 2)), True)
     return number
 
 

@@ -9,22 +9,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from neuzip.kernels.device.mma_fragments import exchanged, multiply, pair_of, side_by_side, transposed, twice
+from neuzip.kernels.device.mma_fragments import exchanged, multiply, pair_of, transposed
 from neuzip.kernels.kv_cache.triton.mma_codes import (
-    added_to_codes,
-    code_numbers,
     code_offset,
-    column_codes,
     group_scale,
-    scale_pairs,
-    scaled_numbers,
+    key_numbers,
+    value_numbers,
+    words_of_two,
 )
 from neuzip.kernels.kv_cache.triton.shares import in_base_2
 
 RISE = 8.0
-"""By how much, in base 2, a logit exceeds its query's base before that is raised."""
+"""By how much, in base 2, a weight times a scale may exceed 2^7 before the base of its query is raised."""
 
-_RISE = tl.constexpr(RISE)
+START = 7.0
+"""The binary exponent of the largest weight times scale when a base has been raised.
+
+An fp16 ends at 2^16, and has all its bits down to 2^-14.
+"""
+
+LEAST_SCALE = 2.0**-60
+"""Scales below count as this one when bases are raised: or weights of values that are 0 had no bound."""
+
+_RISE, _START, _LEAST_SCALE = tl.constexpr(RISE), tl.constexpr(START), tl.constexpr(LEAST_SCALE)
 
 
 @triton.constexpr_function
@@ -48,11 +55,10 @@ def _with_extra(planes, extra, is_first):
 def key_products(
     keys, extras, is_first, fragments, query_sums,
     GROUPS: tl.constexpr, BLOCKS: tl.constexpr, EACH: tl.constexpr, PLANES: tl.constexpr,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr,
+    BITS: tl.constexpr, GROUPED: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Query times key for each tile."""
+    """Query times key for each tile, in the unit of the fragments and of `group_scale`."""
     HAS_EXTRA: tl.constexpr = extras is not None
-    ADDED: tl.constexpr = added_to_codes(BITS + HAS_EXTRA, HALF)
     zero = tl.zeros([32], tl.float32)
     sums = ()
     for _ in tl.static_range(len(fragments)):
@@ -66,55 +72,94 @@ def key_products(
             upper = _with_extra(keys[0][0][j], extra, is_first[0])
             lower = _with_extra(keys[1][0][j], extra, is_first[1])
             for h in tl.static_range(2):
-                a = code_numbers(column_codes(upper, PLANES, h), BITS + HAS_EXTRA, HALF, COMPILED)
-                b = code_numbers(column_codes(lower, PLANES, h), BITS + HAS_EXTRA, HALF, COMPILED)
+                a = key_numbers(upper, PLANES, h, COMPILED)
+                b = key_numbers(lower, PLANES, h, COMPILED)
                 before = products
                 products = ()
                 for n in tl.static_range(len(fragments)):
                     fragment = fragments[n][2 * j + h]
                     tokens = a[0], b[0], a[1], b[1]
-                    products += (multiply(tokens, fragment, before[n], 1, HALF, COMPILED),)
+                    products += (multiply(tokens, fragment, before[n], 1, True, COMPILED),)
         scales = ()
         offsets = ()
         for u in tl.static_range(2):
-            scale = group_scale(keys[u][1], g, GROUPED, COMPILED)
-            offset = code_offset(keys[u][2], is_first[u], g, -ADDED, GROUPED, BITS, HAS_EXTRA, COMPILED)
-            scales += (scale,)
-            offsets += (offset * scale,)
+            scales += (group_scale(keys[u][1], g, GROUPED),)
+            offsets += (
+                code_offset(keys[u][2], is_first[u], g, -1024.0, GROUPED, BITS, HAS_EXTRA, COMPILED),
+            )
         before = sums
         sums = ()
         for n in tl.static_range(len(fragments)):
             quad = ()
             for i in tl.static_range(4):
-                product = products[n][i] * scales[i // 2]
-                quad += (before[n][i] + product + offsets[i // 2] * query_sums[n][g][i % 2],)
+                product = products[n][i] + offsets[i // 2] * query_sums[n][g][i % 2]
+                quad += (before[n][i] + product * scales[i // 2],)
             sums += (quad,)
     return sums
 
 
 @triton.jit
-def exceed(logits, bases):
-    """Whether a logit of a query exceeds its base by RISE."""
-    farthest = tl.full([32], 0, tl.float32)
-    for n in tl.static_range(len(logits)):
-        for i in tl.static_range(2):
-            farthest = tl.maximum(farthest, tl.maximum(logits[n][i], logits[n][2 + i]) - bases[n][i])
-    return tl.max((farthest > _RISE).to(tl.int32), 0) > 0
+def value_factors(
+    scales, zeros, is_first, GROUPS: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
+    HAS_EXTRA: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens r and r + 8, for each group of values: its scale, and what code 2^(BITS - 1) stands for."""
+    factors = ()
+    for u in tl.static_range(2):
+        of_token = ()
+        for g in tl.static_range(GROUPS):
+            scale = group_scale(scales[u], g, GROUPED)
+            offset = code_offset(
+                zeros[u], is_first[u], g, 2.0 ** (BITS - 1), GROUPED, BITS, HAS_EXTRA, COMPILED
+            )
+            of_token += ((scale, offset * scale),)
+        factors += (of_token,)
+    return factors
 
 
 @triton.jit
-def raised_bases(logits, bases, sums, COMPILED: tl.constexpr):
-    """Bases that are the largest logits so far, and sums that have these for a unit."""
+def with_largest_scale(logits, factors):
+    """Logits in base 2 plus the logarithm, not exact, of a token's largest scale."""
+    logarithms = ()
+    for u in tl.static_range(2):
+        largest = tl.maximum(factors[u][0][0], _LEAST_SCALE)
+        for g in tl.static_range(1, len(factors[u])):
+            largest = tl.maximum(largest, factors[u][g][0])
+        # Bits of an fp32 as an integer are its logarithm but for 0.09.
+        logarithms += (largest.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - 127.0,)
+    scaled = ()
+    for n in tl.static_range(len(logits)):
+        quad = ()
+        for i in tl.static_range(4):
+            quad += (logits[n][i] + logarithms[i // 2],)
+        scaled += (quad,)
+    return scaled
+
+
+@triton.jit
+def exceed(scaled, bases):
+    """Whether a weight of a query times its scale would exceed 2^(START + RISE)."""
+    farthest = tl.full([32], 0, tl.float32)
+    for n in tl.static_range(len(scaled)):
+        for i in tl.static_range(2):
+            farthest = tl.maximum(farthest, tl.maximum(scaled[n][i], scaled[n][2 + i]) - bases[n][i])
+    return tl.max((farthest > _START + _RISE).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def raised_bases(scaled, bases, sums, weights, COMPILED: tl.constexpr):
+    """Bases that leave weights times scales of up to 2^START, and sums that have these for a unit."""
     raised = ()
     shrunk = ()
-    for n in tl.static_range(len(logits)):
+    shrunk_weights = ()
+    for n in tl.static_range(len(scaled)):
         of_queries = ()
         factors = ()
         for i in tl.static_range(2):
-            largest = tl.maximum(logits[n][i], logits[n][2 + i])
+            largest = tl.maximum(scaled[n][i], scaled[n][2 + i])
             for level in tl.static_range(2, 5):
                 largest = tl.maximum(largest, exchanged(largest, 1 << level, COMPILED))
-            largest = tl.maximum(largest, bases[n][i])
+            largest = tl.maximum(largest - _START, bases[n][i])
             of_queries += (largest,)
             factors += (tl.exp2(bases[n][i] - largest),)
         raised += (of_queries,)
@@ -123,98 +168,135 @@ def raised_bases(logits, bases, sums, COMPILED: tl.constexpr):
             c0, c1, c2, c3 = sums[n][m]
             tile += ((c0 * factors[0], c1 * factors[1], c2 * factors[0], c3 * factors[1]),)  # type: ignore[misc]
         shrunk += (tile,)
-    return raised, shrunk
+        two = ()
+        for g in tl.static_range(len(weights[n])):
+            two += ((weights[n][g][0] * factors[0], weights[n][g][1] * factors[1]),)  # type: ignore[misc]
+        shrunk_weights += (two,)
+    return raised, shrunk, shrunk_weights
 
 
 @triton.jit
-def rounded_weights(logits, bases, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """P^T of each tile, as B."""
-    pairs = ()
+def weights_of(logits, bases):
+    """Weights P of the tokens r and r + 8, fp32."""
+    weights = ()
     for n in tl.static_range(len(logits)):
-        p0, p1 = tl.exp2(logits[n][0] - bases[n][0]), tl.exp2(logits[n][1] - bases[n][1])
-        p2, p3 = tl.exp2(logits[n][2] - bases[n][0]), tl.exp2(logits[n][3] - bases[n][1])
-        upper, lower = pair_of(p0, p1, HALF, COMPILED), pair_of(p2, p3, HALF, COMPILED)
-        pairs += ((transposed(upper, COMPILED), transposed(lower, COMPILED)),)
+        quad = ()
+        for i in tl.static_range(4):
+            quad += (tl.exp2(logits[n][i] - bases[n][i % 2]),)
+        weights += (quad,)
+    return weights
+
+
+@triton.jit
+def with_weights(sums, weights, factors):
+    """Sums of weights of each query, and of weights times the middle of each group, plus those of a step.
+
+    fp32, never rounded to 16 bits: an error that all columns of a group share does not average out.
+    """
+    added = ()
+    for n in tl.static_range(len(weights)):
+        p0, p1, p2, p3 = weights[n]
+        two = ((sums[n][0][0] + (p0 + p2), sums[n][0][1] + (p1 + p3)),)  # type: ignore[misc]
+        for g in tl.static_range(len(factors[0])):
+            upper, lower = factors[0][g][1], factors[1][g][1]
+            even = sums[n][1 + g][0] + p0 * upper + p2 * lower
+            two += ((even, sums[n][1 + g][1] + p1 * upper + p3 * lower),)
+        added += (two,)
+    return added
+
+
+@triton.jit
+def scaled_weights(weights, factors, G: tl.constexpr, COMPILED: tl.constexpr):
+    """P^T of each tile times the scales of group G, rounded to fp16, as B."""
+    upper, lower = factors[0][G][0], factors[1][G][0]
+    pairs = ()
+    for n in tl.static_range(len(weights)):
+        p0, p1, p2, p3 = weights[n]
+        one = pair_of(p0 * upper, p1 * upper, True, COMPILED)
+        other = pair_of(p2 * lower, p3 * lower, True, COMPILED)
+        pairs += ((transposed(one, COMPILED), transposed(other, COMPILED)),)
     return pairs
 
 
 @triton.jit
 def with_values(
-    sums, weights, values, extras, is_first,
-    PIECES: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr, BITS: tl.constexpr,
-    GROUPED: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr,
+    sums, weights, factors, values, extras, is_first,
+    PIECES: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    BITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of all tiles plus weights times values of 16 tokens: an instruction for two columns of a thread.
-
-    The last sum is that of the weights themselves, rounded as they are.
-    """
+    """Sums of all tiles plus weights times values of 16 tokens: an instruction for two columns of a thread."""
     HAS_EXTRA: tl.constexpr = extras is not None
-    CODE_BITS: tl.constexpr = BITS + HAS_EXTRA
     CENTRE: tl.constexpr = 2.0 ** (BITS - 1)
-    one = twice(tl.full([32], 1, tl.float32), HALF)
-    added = _with_product(sums, (one, one, one, one), weights, 4 * PIECES * CHUNKS, HALF, COMPILED)
+    added = sums
+    scaled = scaled_weights(weights, factors, 0, COMPILED)
     for i in tl.static_range(PIECES):
+        if i > 0 and 64 * CHUNKS * i % GROUP == 0:
+            scaled = scaled_weights(weights, factors, 64 * CHUNKS * i // GROUP, COMPILED)
         extra = extras[i] if HAS_EXTRA else None
         planes = ()
-        factors = ()
-        for u in tl.static_range(0, 4, 2):
-            scales = ()
-            offsets = ()
-            for one in tl.static_range(u, u + 2):
-                planes += (_with_extra(values[one][i][0], extra, is_first[one]),)
-                scale, zero = (values[one][i][1],), (values[one][i][2],)
-                scales += (group_scale(scale, 0, GROUPED, COMPILED),)
-                offsets += (code_offset(zero, is_first[one], 0, CENTRE, GROUPED, BITS, HAS_EXTRA, COMPILED),)
-            factors += (scale_pairs(scales, offsets, BITS, HALF, COMPILED),)
+        for u in tl.static_range(4):
+            planes += (_with_extra(values[u][i], extra, is_first[u]),)
+        upper = words_of_two(planes[0], planes[1], COMPILED)
+        lower = words_of_two(planes[2], planes[3], COMPILED)
         for g in tl.static_range(2 * CHUNKS):
-            codes = ()
-            for u in tl.static_range(0, 4, 2):
-                one, other = column_codes(planes[u], PLANES, g), column_codes(planes[u + 1], PLANES, g)
-                codes += (side_by_side(one, other, COMPILED),)
             for two in tl.static_range(2):
-                operands = ()
-                for u in tl.static_range(2):
-                    numbers = code_numbers(codes[u][two], CODE_BITS, HALF, COMPILED)
-                    scale, middle = factors[u]
-                    operands += (scaled_numbers(numbers, scale, middle, BITS, CODE_BITS, HALF, COMPILED),)
-                a = operands[0][0], operands[0][1], operands[1][0], operands[1][1]  # type: ignore[misc]
-                added = _with_product(added, a, weights, 4 * CHUNKS * i + 2 * g + two, HALF, COMPILED)
+                one = value_numbers(upper[two], PLANES, g, CENTRE, COMPILED)
+                other = value_numbers(lower[two], PLANES, g, CENTRE, COMPILED)
+                a = one[0], one[1], other[0], other[1]
+                added = _with_product(added, a, scaled, 4 * CHUNKS * i + 2 * g + two, COMPILED)
     return added
 
 
 @triton.jit
-def _with_product(sums, a, weights, M: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
+def _with_product(sums, a, weights, M: tl.constexpr, COMPILED: tl.constexpr):
     """Sums of all tiles, those of instruction M plus its product."""
     added = ()
     for n in tl.static_range(len(sums)):
         tile = ()
         for m in tl.static_range(len(sums[n])):
-            tile += ((multiply(a, weights[n], sums[n][m], 1, HALF, COMPILED) if m == M else sums[n][m]),)
+            tile += ((multiply(a, weights[n], sums[n][m], 1, True, COMPILED) if m == M else sums[n][m]),)
         added += (tile,)
     return added
 
 
 @triton.jit
-def masked_logits(
-    products, mask_ptr, token, end, first, scaling, WHOLE: tl.constexpr, MASK_IS_BOOL: tl.constexpr
-):
-    """Logits in base 2 of the tokens `token` and 8 behind it: minus infinity if they do not count here."""
+def over_rows(number, COMPILED: tl.constexpr):
+    """The sum over all r of what threads (r, q) have."""
+    total = number
+    for level in tl.static_range(2, 5):
+        total += exchanged(total, 1 << level, COMPILED)
+    return total
+
+
+@triton.jit
+def counted(token, begin, end, first, WHOLE: tl.constexpr):
+    """Which of the tokens `token` and 8 behind it lie in begin to end - 1, and are not kept whole."""
+    counts = ()
+    for u in tl.static_range(2):
+        # A negative number, unsigned, is larger than any other.
+        inside = (token + 8 * u - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
+        if WHOLE > 0:
+            inside = inside & ((token + 8 * u - first).to(tl.uint32) >= WHOLE)
+        counts += (inside,)
+    return counts
+
+
+@triton.jit
+def masked_logits(products, mask_ptr, token, counts, scaling, MASK_IS_BOOL: tl.constexpr):
+    """Logits in base 2 of the tokens `token` and 8 behind it: minus infinity if they do not count."""
     logits = ()
     there = ()
     added = ()
     for u in tl.static_range(2):
-        its = token + 8 * u
-        counts = its < end
-        if WHOLE > 0:
-            counts = counts & ((its < first) | (its >= first + WHOLE))
+        visible = counts[u]
         more = tl.zeros([32], tl.float32)
         if mask_ptr is not None:
-            seen = tl.load(mask_ptr + its, mask=counts, other=0)
+            seen = tl.load(mask_ptr + token + 8 * u, mask=counts[u], other=0)
             if MASK_IS_BOOL:
-                counts = counts & (seen != 0)
+                visible = visible & (seen != 0)
             else:
                 more = in_base_2(seen)
-        there += (counts,)
+        there += (visible,)
         added += (more,)
     for n in tl.static_range(len(products)):
         quad = ()

@@ -23,13 +23,16 @@ from neuzip.kernels.kv_cache.triton.arguments import (
     scales_are_together,
     whole_strides,
 )
-from neuzip.kernels.kv_cache.triton.groups import NAN_BYTE, SCALE_UNIT, scale_of_byte, turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import scale_of_byte, turn_width, turned
 from neuzip.kernels.quantizers import plane_widths
-from neuzip.kernels.quantizers.kv_groups import COVER
+from neuzip.kernels.quantizers.kv_groups import COVER, LEAST_SCALE, MOST_SCALE, SCALE_NAN, SCALE_OFFSET
 from neuzip.kernels.tuning import launch_for
 
 TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """Added to a number of up to 2**22 and subtracted again, it rounds it to an integer, halves to even."""
+
+_LEAST, _MOST = tl.constexpr(LEAST_SCALE), tl.constexpr(MOST_SCALE)
+_NAN, _OFFSET = tl.constexpr(SCALE_NAN), tl.constexpr(SCALE_OFFSET)
 
 NUMBERS = 2048
 """Numbers that a program takes at most."""
@@ -171,10 +174,10 @@ def _group_codes(
     middle = (least + most) * 0.5
     half = tl.maximum((most - least) * 0.5, tl.abs(middle) * 0.5)
     wanted = tl.where(nan, float("nan"), half * (2 * COVER / STEPS))
-    byte = ((wanted.to(tl.int32, bitcast=True) + ((1 << 20) - 1)) >> 20) - SCALE_UNIT
-    byte = tl.where(wanted == 0, 0, tl.minimum(tl.maximum(byte, 1), NAN_BYTE))
-    byte = tl.where(tl.abs(wanted) < float("inf"), byte, NAN_BYTE)
-    usable = (byte != 0) & (byte != NAN_BYTE)
+    byte = ((wanted.to(tl.int32, bitcast=True) + ((1 << 20) - 1)) >> 20) - _OFFSET
+    usable = (tl.abs(wanted) < float("inf")) & (byte <= _MOST)
+    byte = tl.where(wanted == 0, 0, tl.where(usable, tl.maximum(byte, _LEAST), _NAN))
+    usable = (byte != 0) & (byte != _NAN)
     divisor = tl.where(usable, scale_of_byte(byte), 1.0)
     zero = tl.div_rn(middle, divisor) * 2.0 ** (7 - BITS)
     zero = tl.minimum(tl.maximum((zero + TO_INTEGER) - TO_INTEGER, -128.0), 127.0)
