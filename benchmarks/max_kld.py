@@ -2,9 +2,9 @@
 
     python benchmarks/max_kld.py NAME CHECKPOINT TEXT OTHER ... [--max-kld 0.0125] [--tokens 16384]
 
-The search measures on the first part of TEXT and calibrates on another part. The compressed checkpoint is then
-measured on the first tokens of each OTHER text. The section of that name in benchmarks/results/max_kld.json
-has a row for the search's own measurement, and one for each other text.
+The search measures on the first part of TEXT and calibrates on another part. The compressed checkpoint is
+then measured on the first tokens of each OTHER text. The section of that name in
+benchmarks/results/max_kld.json has a row for the search's own measurement, and one for each other text.
 """
 
 from __future__ import annotations
