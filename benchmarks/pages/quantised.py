@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from pages.codecs import gpu_codec_line
-from pages.layout import Document, judged, plus_minus, render, renamed, row, table, with_aim
+from pages.layout import Document, judged, plus_minus, renamed, render, row, table, with_aim
 from pages.running import by_form, speed
 
 Row = dict[str, Any]
 
 PLAN_SECONDS = {"cuda": (30, 15), "cpu": (600, 300)}
 """Seconds of `neuzip compress --max-kld` on SmolLM2-135M, at most and hoped for: on one GPU, on 2 cores."""
+
+START = {"imports_s": "imports", "text_s": "tokens of the text", "model_s": "the model, loaded"}
+"""Parts of the start, as a reader calls them."""
 
 PLACES = {"cuda": "one GPU", "cpu": "CPU"}
 
@@ -37,6 +40,9 @@ def stage_table(rounds: Sequence[Row]) -> str:
     """Seconds of each stage: a column for each round."""
     stages = list(dict.fromkeys(stage["stage"] for one in rounds for stage in one["stages"]))
     lines: list[list[str]] = [["start, to the first stage", *(f"{r['start_s']:.1f} s" for r in rounds)]]
+    for part, name in START.items():
+        if any(part in r for r in rounds):
+            lines.append([f"of the start: {name}", *(f"{r[part]:.1f} s" for r in rounds)])
     for name in stages:
         seconds = [
             next((f"{s['wall_s']:.1f} s" for s in r["stages"] if s["stage"] == name), "") for r in rounds
