@@ -2,11 +2,13 @@
 
     python benchmarks/plan_time.py CHECKPOINT TEXT [--max-kld 0.034] [--device cuda|cpu] [--rounds 2]
 
-Each round is a new process. `start_s` is from the start of the process to its first stage: imports, the
-text, the model. Each stage has its wall and its CPU seconds, of all threads; `between_s` is the time between
-stages. The first round on a machine also compiles kernels, which are kept. The section of the device in
-benchmarks/results/plan_time.json has a row for each round. Aims for SmolLM2-135M and a divergence of 0.034:
-30 seconds on a Hopper card with 16 cores, better 15; 10 minutes on 2 cores, better 5.
+Each round is a new process; `cpu_s` are its CPU seconds, of all threads. `start_s` is from the start of the
+process to its first stage. Its parts are `imports_s`, `text_s` (tokens) and `model_s` (loaded, onto its
+device). Each stage has its wall and its CPU seconds, and the wall seconds until its first progress, which
+show what a first use costs; `between_s` is the time between stages. The first round on a machine also
+compiles kernels, which are kept. The section of the device in benchmarks/results/plan_time.json has a row for
+each round. Aims for SmolLM2-135M and a divergence of 0.034: 30 seconds on a Hopper card with 16 cores, better
+15; 10 minutes on 2 cores, better 5.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from record import Environment, Measurement, save_sections
+
+PARTS = ("imports_s", "text_s", "model_s")
+"""Parts of the start, in wall seconds."""
 
 STAGES = "--stages"
 """First argument of the process that is measured; then follow a file for its stages, and a command."""
@@ -61,25 +66,25 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             "compress", str(options.checkpoint), f"{folder}/small", "--max-kld", options.max_kld,
             "--text", str(options.text), "--device", options.device, "--json",
         ]  # fmt: skip
-        began = time.time()
+        began, cpu = time.time(), cpu_seconds(resource.RUSAGE_CHILDREN)
         run = subprocess.run(
             [sys.executable, __file__, STAGES, str(file), *command], capture_output=True, text=True
         )
-        ended = time.time()
+        ended, cpu = time.time(), cpu_seconds(resource.RUSAGE_CHILDREN) - cpu
         if run.returncode:
             sys.exit(run.stderr[-3000:])
-        stages = json.loads(file.read_text(encoding="utf-8"))
+        parts, stages = json.loads(file.read_text(encoding="utf-8"))
     report = json.loads(run.stdout)
     target = report["target"]
     within = sum(stage["stop"] - stage["start"] for stage in stages)
     total = ended - began
     start, end = stages[0]["start"] - began, ended - stages[-1]["stop"]
     return {
-        "total_s": round(total, 2), "start_s": round(start, 2),
+        "total_s": round(total, 2), "cpu_s": round(cpu, 2), "start_s": round(start, 2), **parts,
         "stages": [
             {
                 "stage": stage["label"], "wall_s": round(stage["stop"] - stage["start"], 2),
-                "cpu_s": round(stage["cpu"], 2),
+                "cpu_s": round(stage["cpu"], 2), "first_s": stage["first"],
             }
             for stage in stages
         ],
@@ -92,39 +97,77 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def lines(row: dict[str, Any]) -> Iterator[str]:
     """A round as lines."""
     yield f"round {row['round']}: {row['total_s']} s, {row['trials']} trials, divergence {row['kld']:.5f}"
+    yield f"  {row['cpu_s']} CPU seconds"
     yield f"  {'start':40} {row['start_s']:8.2f} s"
+    for part in PARTS:
+        yield f"    {part:38} {row[part]:8.2f} s"
     for stage in row["stages"]:
-        yield f"  {stage['stage']:40} {stage['wall_s']:8.2f} s   {stage['cpu_s']:8.2f} CPU seconds"
+        first = "" if stage["first_s"] is None else f", first progress after {stage['first_s']} s"
+        yield f"  {stage['stage']:40} {stage['wall_s']:8.2f} s   {stage['cpu_s']:8.2f} CPU seconds{first}"
     yield f"  {'between stages':40} {row['between_s']:8.2f} s"
     yield f"  {'end':40} {row['end_s']:8.2f} s"
 
 
 def run_with_stages(file: Path, command: list[str]) -> None:
     """Run a command of neuzip in this process, and write when its stages began and ended."""
+    began = time.time()
     from neuzip.cli import run
     from neuzip.cli.output import Output
+    from neuzip.eval.measures import comparison
+    from neuzip.eval.plans import calibration_text
 
     stages: list[dict[str, Any]] = []
+    parts = dict.fromkeys(PARTS, 0.0) | {"imports_s": round(time.time() - began, 2)}
+    for part, module, name in (
+        ("text_s", calibration_text, "split_text"), ("text_s", comparison, "read_tokens"),
+        ("model_s", comparison, "load_model"),
+    ):  # fmt: skip
+        setattr(module, name, counted(parts, part, getattr(module, name)))
     show = Output.stage
 
     @contextmanager
     def timed(self: Output, label: str, total: int, unit: str) -> Iterator[Any]:
         start, cpu = time.time(), cpu_seconds()
+        progress: list[float] = []
+
+        def noted(count: int) -> None:
+            progress.append(time.time())
+            advance(count)
+
         with show(self, label, total, unit) as advance:
-            yield advance
-        stages.append({"label": label, "start": start, "stop": time.time(), "cpu": cpu_seconds() - cpu})
+            yield noted
+        first = round(progress[0] - start, 2) if progress else None
+        stages.append(
+            {
+                "label": label, "start": start, "stop": time.time(), "cpu": cpu_seconds() - cpu,
+                "first": first,
+            }
+        )  # fmt: skip
 
     Output.stage = timed  # type: ignore[method-assign, assignment]
     sys.argv = ["neuzip", *command]
     try:
         sys.exit(run())
     finally:
-        file.write_text(json.dumps(stages), encoding="utf-8")
+        file.write_text(json.dumps([parts, stages]), encoding="utf-8")
 
 
-def cpu_seconds() -> float:
-    """CPU seconds of this process so far, user and system."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
+def counted(parts: dict[str, float], part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose wall seconds are added to a part."""
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        began = time.time()
+        try:
+            return function(*arguments, **options)
+        finally:
+            parts[part] = round(parts[part] + time.time() - began, 2)
+
+    return timed
+
+
+def cpu_seconds(whose: int = resource.RUSAGE_SELF) -> float:
+    """CPU seconds so far, user and system, of this process or of those that it has waited for."""
+    used = resource.getrusage(whose)
     return used.ru_utime + used.ru_stime
 
 

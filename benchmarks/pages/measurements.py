@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from pages import quantised
 from pages.attention import attention, attention_accuracy, kv_attention, kv_cache
 from pages.codecs import codec, gpu_codec, memory
 from pages.layout import Document, anchor, is_measured, load, measured, render
@@ -42,12 +43,19 @@ def topics() -> dict[str, list[str]]:
         "weights": measured(
             (("sweep-demo",), sweep), (("sweep-demo",), plans),
             (("sweep-demo",), lambda *_: yardsticks()), (("quantisation",), quantisation),
+            (("max_kld",), quantised.limits), (("plan_time",), quantised.plan_time),
+            (("code_rates",), quantised.code_rates),
             (("tied_embedding",), tied_embedding), (("expert_use",), expert_use),
             (("delta",), delta),
         ),
-        "codecs": measured((("cpu_codec",), codec), (("gpu_codec",), gpu_codec), (("memory",), memory)),
+        "codecs": measured(
+            (("cpu_codec",), codec), (("gpu_codec",), gpu_codec), (("quantized_decode",), quantised.decode),
+            (("memory",), memory),
+        ),
         "running": measured(
-            (("packed_linear",), packed_linear), (("generate",), generate), (("serve_vllm",), vllm),
+            (("packed_linear",), packed_linear), (("grid_linear",), quantised.products),
+            (("generate",), generate), (("quantized_generation",), quantised.generation),
+            (("serve_vllm",), vllm),
             (("experts",), experts), (("cold_start",), cold_start),
         ),
         "ternary": measured(

@@ -68,7 +68,8 @@ class BaselineComparison:
     Each window begins with BOS where the tokenizer puts BOS in front of a text. At most `max_tokens` are
     predicted. Attention is not quantised, whatever a checkpoint records. `dtype` "auto" is float32 for dense
     weights on a CPU, else the checkpoint's own. A `model` that was loaded from `path` already is taken as it
-    is. Raises NeuzipError for what is no model, and UsageError for what it cannot do.
+    is, and a `reading` in place of that of the text by `read_tokens`. Raises NeuzipError for what is no
+    model, and UsageError for what it cannot do.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class BaselineComparison:
         dtype: str = "auto",
         residency: str = "dense",
         model: PreTrainedModel | None = None,
+        reading: Reading | None = None,
     ) -> None:
         self.device = choose_device(device) if model is None else input_device(model)
         own = self.device.type != "cpu" or residency != "dense"
         self.dtype = DTYPES[dtype] if dtype != "auto" else None if own else torch.float32
         self.residency = residency
-        self.reading = read_tokens(path, text, window, max_tokens)
+        self.reading = read_tokens(path, text, window, max_tokens) if reading is None else reading
         self.model = load_model(path, self.dtype, self.device, attention=False) if model is None else model
         self.base = _Remembering(self.model)
 

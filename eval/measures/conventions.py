@@ -21,6 +21,7 @@ A convention becomes tokens in a row and windows over them, whatever they stand 
 
 from __future__ import annotations
 
+import copy
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -135,7 +136,7 @@ class Tokenised:
         max_tokens: int | None = None,
     ) -> None:
         self.text, self._tokenizer = text, tokenizer
-        self.positions, self.max_tokens = positions, max_tokens
+        self.positions, self.max_tokens = positions, None
         content = text.content
         # transformers would say that the text is longer than the model's context.
         with quiet_transformers(), naming_tokenizer(tokenizer):
@@ -145,6 +146,17 @@ class Tokenised:
         self.ids: list[int] = encoded["input_ids"]
         self._offsets: list[tuple[int, int]] | None = encoded.get("offset_mapping")
         self._ends = None if self._offsets is None else ends_of(self._offsets, content)
+        self._end_after(max_tokens)
+
+    def first(self, max_tokens: int) -> Tokenised:
+        """The beginning of the text, up to the token with which `max_tokens` predictions are made."""
+        part = copy.copy(self)
+        vars(part).pop("_documents", None)  # those of all tokens
+        part._end_after(max_tokens)
+        return part
+
+    def _end_after(self, max_tokens: int | None) -> None:
+        self.max_tokens = max_tokens
         if max_tokens is not None and max_tokens + 1 < len(self.ids):
             self.ids = self.ids[: max_tokens + 1]
             self._ends = None if self._ends is None else self._ends[: max_tokens + 1]

@@ -13,9 +13,11 @@ from neuzip.choices import TargetScheme
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import split_topics
 from neuzip.eval.measures import fingerprint
-from neuzip.eval.measures.conventions import Tokenised
+from neuzip.eval.measures.conventions import Reading, Tokenised
 from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -68,10 +70,16 @@ class CalibrationText:
 
 @dataclass(frozen=True)
 class TextParts:
-    """The most tokens on which plans are compared, and the text that calibrates; None without calibration."""
+    """How a text is divided.
+
+    compared     the most tokens on which plans are compared
+    calibration  the text that calibrates; None without calibration
+    reading      the compared tokens in windows, if the text was tokenised to divide it
+    """
 
     compared: int
     calibration: CalibrationText | None
+    reading: Reading | None = None
 
 
 def split_text(
@@ -133,7 +141,7 @@ def _whole(path: Path, text: Text, most: int) -> CalibrationText:
 
 def _rest(path: Path, text: Text, wanted: int, most: int) -> TextParts:
     """What the comparison leaves of a text: the second half, if the text is shorter than two comparisons."""
-    tokenised = Tokenised(text, load_tokenizer(path))
+    tokenised = Tokenised(text, load_tokenizer(path), positions(load_config(path)))
     total = len(tokenised.ids)
     compared = min(wanted, total // 2)
     if compared < LEAST:
@@ -148,4 +156,5 @@ def _rest(path: Path, text: Text, wanted: int, most: int) -> TextParts:
             f"{text.name} has only {total:,} tokens: the first half measures, the second half calibrates;"
             " `calibration` takes another text"
         )
-    return TextParts(compared, CalibrationText(f"the rest of {text.name}", ids, tokenised.bos, note))
+    calibration = CalibrationText(f"the rest of {text.name}", ids, tokenised.bos, note)
+    return TextParts(compared, calibration, tokenised.first(compared).read_for_comparison())

@@ -162,7 +162,10 @@ def _loaded(
     parts = TextParts(COMPARED, None)
     if scheme == "quantized":
         parts = split_text(src, document, text, calibration, choose_device(device))
-    return BaselineComparison(src, document, max_tokens=parts.compared, device=device), parts.calibration
+    baseline = BaselineComparison(
+        src, document, max_tokens=parts.compared, device=device, reading=parts.reading
+    )
+    return baseline, parts.calibration
 
 
 def _requested_use(value: str | os.PathLike[str]) -> RequestedUse:

@@ -10,7 +10,7 @@ import torch
 from neuzip.runtime.hf.bos import behind
 
 BATCH = 1024
-"""Tokens fed at a time, but at least one window."""
+"""Tokens fed at a time by default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +51,9 @@ class CalibrationWindows:
             CalibrationWindows(self.fed[~chosen], self.targets[~chosen]),
         )
 
-    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Some windows at a time, with their targets in one row."""
-        rows = max(1, BATCH // self.fed.shape[1])
+    def batches(self, tokens: int = BATCH) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Windows of `tokens` at a time, at least one, with their targets in one row."""
+        rows = max(1, tokens // self.fed.shape[1])
         for fed, targets in zip(torch.split(self.fed, rows), torch.split(self.targets, rows), strict=True):
             if len(fed):  # torch splits no windows into one part
                 yield fed, targets.flatten()

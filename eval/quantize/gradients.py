@@ -1,9 +1,9 @@
 """Gradients of the log likelihood of tokens drawn from a model: what its Fisher information is made of.
 
 To second order in a change d of the weights the KL divergence is d'Fd / 2, F the Fisher information: the mean
-over tokens of g g', g the gradient of the log likelihood of a token drawn from the model itself. A window's
-gradients are summed before they are squared: those of tokens that are drawn independently are not correlated,
-so that the squares have the same mean.
+over tokens of g g', g the gradient of the log likelihood of a token drawn from the model itself. The
+gradients of all tokens of a pass are summed before they are squared: those of tokens that are drawn
+independently are not correlated, so that the squares have the same mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OnGradient = Callable[[nn.Parameter, Tensor], None]
-"""on_gradient(parameter, gradient): called with the gradient of one window, in the parameter's shape."""
+"""on_gradient(parameter, gradient): called with the gradient of one pass, in the parameter's shape."""
 
 OnTokens = Callable[[int], None]
 
@@ -33,8 +33,10 @@ def drawn_gradients(
     windows: CalibrationWindows,
     on_gradient: OnGradient,
     on_tokens: OnTokens,
+    *,
+    batch: int = 1,
 ) -> None:
-    """Call `on_gradient` with the gradient of each parameter, window by window.
+    """Call `on_gradient` with the gradient of each parameter, in passes over `batch` windows.
 
     Each is freed before that of the next layer is made. Tokens are drawn on the CPU, so that they are the
     same on every device.
@@ -54,11 +56,11 @@ def drawn_gradients(
         hooks = [p.register_post_accumulate_grad_hook(take) for p in wanted]  # type: ignore[no-untyped-call]
         source = torch.Generator().manual_seed(0)
         with torch.enable_grad():
-            for fed in windows.fed:
-                logits = model(input_ids=fed[None].to(input_device(model)), use_cache=False).logits[0].float()
-                drawn = _draw(logits.detach(), source)
-                functional.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
-                on_tokens(len(fed))
+            for fed in torch.split(windows.fed, batch):
+                logits = model(input_ids=fed.to(input_device(model)), use_cache=False).logits.float()
+                drawn = torch.cat([_draw(of_window, source) for of_window in logits.detach()])
+                functional.cross_entropy(logits.flatten(0, 1), drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+                on_tokens(fed.numel())
     finally:
         for hook in hooks:
             hook.remove()

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from neuzip.compress.expert_names import expert_name
 from neuzip.errors import NeuzipError
-from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.quantize.calibration_windows import BATCH, CalibrationWindows
 from neuzip.eval.quantize.checkpoint_parameters import ParameterPart, PartsByTensor
 from neuzip.eval.quantize.gradients import OnTokens, drawn_gradients
-from neuzip.runtime.hf.decoder import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +35,15 @@ GRADIENT_TOKENS, GRADIENT_SHARE = 2048, 3
 The steps of SmolLM2-135M from every third of 24 windows of 256 tokens cost 0.1 to 0.3 % more divergence than
 those from all.
 """
+
+PASSES = 8
+"""Backward passes on a GPU, at least, if there are as many windows: a square is the mean of so many."""
+
+LOGITS = 1 << 28
+"""Logits of a backward pass over several windows, at most."""
+
+FED = 8192
+"""Tokens of a forward pass on a GPU, which few tokens leave idle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +79,15 @@ def gather(
 ) -> ModelStatistics:
     """Gather the statistics of the tensors that have a place in the model; without `grams` only gradients.
 
-    Some windows run forward only, which costs a third: inputs have to be many, as X^T X has to be of full
-    rank, but the mean square of all gradients of a tensor is known from few windows.
+    Some windows run forward only, without the head's logits, which costs less than a third: inputs have to be
+    many, as X^T X has to be of full rank, but the mean square of all gradients of a tensor is known from few
+    windows. A GPU runs several windows at once.
     """
     gathering = _Gathering(model, places, grams)
     of_gradients, of_inputs = windows.divided(GRADIENT_TOKENS, GRADIENT_SHARE)
+    headed = HeadedModel(model)
+    on_cpu = headed.device.type == "cpu"
+    batch = 1 if on_cpu else windows_of_pass(of_gradients, headed.vocabulary)
 
     def on_window(count: int) -> None:
         gathering.forget_inputs()
@@ -83,15 +96,24 @@ def gather(
     hooks = [module.register_forward_pre_hook(gathering.see) for module in gathering.linears]
     try:
         parameters = {part.parameter for part in places.values()}
-        drawn_gradients(model, parameters, of_gradients, gathering.add_gradient, on_window)
-        with torch.no_grad():
-            for fed, _ in of_inputs.batches() if gathering.linears else ():
-                model(input_ids=fed.to(input_device(model)), use_cache=False)
-                on_window(fed.numel())
+        drawn_gradients(model, parameters, of_gradients, gathering.add_gradient, on_window, batch=batch)
+        for fed, _ in of_inputs.batches(BATCH if on_cpu else FED) if gathering.linears else ():
+            headed.predictions(fed)
+            on_window(fed.numel())
     finally:
         for hook in hooks:
             hook.remove()
     return gathering.result(of_gradients.tokens)
+
+
+def windows_of_pass(windows: CalibrationWindows, vocabulary: int) -> int:
+    """How many windows a backward pass takes: of few logits in all, and so that there are PASSES.
+
+    >>> windows_of_pass(CalibrationWindows(torch.zeros(32, 1024), torch.zeros(32, 1024)), 49152)
+    4
+    """
+    count, width = windows.fed.shape
+    return max(1, min(count // PASSES, LOGITS // (width * vocabulary)))
 
 
 class _Gathering:
@@ -127,7 +149,7 @@ class _Gathering:
         self._last = (None, "")
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add the gradient of a window."""
+        """Add the gradient of a pass."""
         for name, part in self._parts[parameter]:
             g = part.of(gradient).float()
             squares = g.square().mean(dtype=torch.float64)

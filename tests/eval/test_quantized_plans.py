@@ -19,7 +19,8 @@ from neuzip.compress.rules_file import PlanFile, plan_bytes, read_plan, read_pla
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers.removal import remove_layers
-from neuzip.eval.measures.comparison import BaselineComparison
+from neuzip.eval.measures import conventions
+from neuzip.eval.measures.comparison import BaselineComparison, read_tokens
 from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.plans import calibration_text, deliver, quantized_search, target_values
 from neuzip.eval.plans.calibration_text import split_text
@@ -101,6 +102,24 @@ def test_a_text_is_divided_between_comparison_and_calibration():
     whole = BaselineComparison(CHECKPOINT, text, device="cpu").ids
     assert abs(len(compared) - len(parts.calibration.ids)) <= 2
     assert torch.equal(together, whole[: len(together)])
+
+
+def test_a_text_that_is_divided_is_tokenised_once(monkeypatch: pytest.MonkeyPatch):
+    text, encoded = long_text(1000), list[Text]()
+    tokenise = conventions.Tokenised.__init__
+
+    def counted(self: Any, text: Text, *options: Any) -> None:
+        encoded.append(text)
+        tokenise(self, text, *options)
+
+    monkeypatch.setattr(conventions.Tokenised, "__init__", counted)
+    parts = split_text(CHECKPOINT, text, "made-up.txt", "auto", CPU)
+    assert encoded == [text] and parts.reading is not None
+    read = read_tokens(CHECKPOINT, text, max_tokens=parts.compared)
+    assert parts.reading.convention == read.convention and torch.equal(parts.reading.ids, read.ids)
+    assert parts.reading.windows == read.windows
+    for a, b in ((parts.reading.words, read.words), (parts.reading.bytes, read.bytes)):
+        assert (a is None) == (b is None) and (a is None or (a == b).all())
 
 
 def test_of_a_long_text_the_comparison_takes_what_it_needs(monkeypatch: pytest.MonkeyPatch):
