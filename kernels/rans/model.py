@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,26 +101,16 @@ def build_table(exponents: Ints, pairs: Ints | None) -> Table:
     """Choose group, palette and frequencies for a histogram.
 
     `exponents[e]` counts exponent e; `pairs[e0 | e1 << 8]` counts neighbours, or is None where exponents have
-    more than 8 bits. At least one weight must have been counted.
-    """
-    if pairs is None:
-        return choose_table(exponents, None)
-    grid = pairs.reshape(256, 256)
-    return choose_table(exponents, lambda palette: grid[np.ix_(palette, palette)])
-
-
-def choose_table(exponents: Ints, among: Callable[[Ints], Ints] | None) -> Table:
-    """`build_table` for whoever has not counted all pairs one by one.
-
-    `among(palette)` counts the neighbours that are both in a palette: [second, first].
+    more than 8 bits. At least one weight must have been counted. `triton/device_table.py` does the same on a
+    GPU.
     """
     total = int(exponents.sum())
-    if among is not None and total > 1:
+    if pairs is not None and total > 1:
         palette = _most_frequent(exponents, PALETTE[2])
         inside = int(exponents[palette].sum())
         if (total - inside) << OUTSIDE_BITS <= total:
             counts = np.zeros((16, 16), np.int64)
-            counts[: palette.size, : palette.size] = among(palette)
+            counts[: palette.size, : palette.size] = pairs.reshape(256, 256)[np.ix_(palette, palette)]
             return quantised_table(2, palette, counts.reshape(-1))
     palette = _most_frequent(exponents, PALETTE[1])
     return quantised_table(1, palette, exponents[palette])

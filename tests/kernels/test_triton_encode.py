@@ -21,9 +21,8 @@ from neuzip.kernels.device.launch import LAUNCHING
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, split
 from neuzip.kernels.rans.numbers import BLOCK, SCALE
 from neuzip.kernels.rans.triton import census as triton_census
-from neuzip.kernels.rans.triton import encode as triton_encode
-from neuzip.kernels.rans.triton import encode_blocks, encode_planes, encoder_table
-from neuzip.kernels.rans.triton.encode import GpuEncoded, Recoder, encode
+from neuzip.kernels.rans.triton import device_table, encode_blocks, encode_planes, encoder_table, lists
+from neuzip.kernels.rans.triton.encode import GpuEncoded, Recoder, encode, encode_all
 
 BF16 = FORMATS["BF16"]
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -138,9 +137,8 @@ def test_one_exponent_in_nearly_all_weights(device: torch.device) -> None:
     bits = np.full(6000, 0x3F80, np.uint16)
     bits[::40] = 0x3F00
     table = same_as_on_the_cpu(bits, BF16, device)
-    frequencies = np.zeros(256, np.int64)
-    frequencies[: table.frequencies.size] = table.frequencies
-    assert encoder_table.symbol_facts(frequencies)[1]
+    addends = encoder_table.division_facts() >> 44 & 1
+    assert addends[table.frequencies].any()
 
 
 @given(
@@ -161,6 +159,43 @@ def test_any_weights(fmt: FloatFormat, numel: int, alphabet: int, kept: int, see
     mask = fmt.dtype.type(((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits)
     bits = exponents << fmt.dtype.type(fmt.mantissa_bits) | mantissas & ~mask
     same_as_on_the_cpu(bits, fmt, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@pytest.mark.parametrize("name", ["BF16", "F32", "F64"])
+def test_tensors_of_a_list(name: str, device: torch.device, poison: None) -> None:
+    """Of all sizes, coded in pairs and singly, with addends, with fewer mantissa bits; in batches or not."""
+    fmt = FORMATS[name]
+    skewed = np.full(3000, 1 << (fmt.bits - 3), fmt.dtype)
+    skewed[::40] = 1
+    originals = [
+        gaussian(fmt, 700), anything(fmt, 900), gaussian(fmt, 1), gaussian(fmt, BLOCK + 5, 1), skewed,
+        truncated(gaussian(fmt, 600, 2), fmt, 2), truncated(anything(fmt, 257), fmt, 0), gaussian(fmt, 256),
+    ]  # fmt: skip
+    tensors = [on(device, bits) for bits in originals]
+    one_by_one = [encode(bits, fmt, warps=1) for bits in tensors]
+    for scratch in (None, 0, 3 * encode_blocks.scratch_bytes(2)):
+        together = encode_all(tensors, fmt, warps=1, scratch=scratch, spare=9)
+        for bits, alone, one in zip(originals, one_by_one, together, strict=True):
+            assert one.kept_bits == alone.kept_bits == census(bits, fmt).kept_bits(fmt)
+            assert one.table.palette.tolist() == alone.table.palette.tolist()
+            assert one.table.frequencies.tolist() == alone.table.frequencies.tolist()
+            exponents, planes = split(bits, fmt, one.kept_bits)
+            coded = rans.encode(exponents, one.table)
+            assert one.index.cpu().numpy().tobytes() == coded.index.tobytes()
+            assert one.words.cpu().numpy().tobytes() == coded.words.tobytes()
+            assert one.words.data_ptr() % 16 == 0
+            assert [*one.planes] == [*planes]
+            for width, plane in planes.items():
+                assert one.planes[width].cpu().numpy().tobytes() == plane.tobytes()
+
+
+def test_more_tensors_than_a_list_takes(device: torch.device) -> None:
+    originals = [gaussian(BF16, 1 + seed % 5, seed) for seed in range(lists.MOST + 2)]
+    coded = encode_all([on(device, bits) for bits in originals], BF16)
+    for bits, one in zip(originals, coded, strict=True):
+        exponents, _ = split(bits, BF16, one.kept_bits)
+        assert one.words.cpu().numpy().tobytes() == rans.encode(exponents, one.table).words.tobytes()
+    assert encode_all([], BF16) == []
 
 
 def test_streams_are_those_of_the_codec(device: torch.device) -> None:
@@ -197,23 +232,20 @@ def test_the_lock_is_held_around_launches_alone(
         return called
 
     kernels = {
-        "_census_kernel": triton_census, "_planes_kernel": encode_planes, "_spread_kernel": encoder_table,
-        "code_kernel": encode_blocks, "_gather_kernel": encode_blocks,
+        "_census_kernel": triton_census, "table_kernel": device_table, "spread_kernel": device_table,
+        "_tails_kernel": encode_blocks, "code_kernel": encode_blocks, "_planes_kernel": encode_planes,
+        "_gather_kernel": encode_blocks,
     }  # fmt: skip
     for name, module in kernels.items():
         monkeypatch.setattr(module, name, Kernel(name, getattr(module, name)))
-    for place, name in (
-        (triton_encode, "choose_table"),
-        (triton_census.GpuCensus, "kept_bits"),
-        (torch.Tensor, "cumsum_"),
-    ):
+    for place, name in ((encoder_table.HostTable, "table"), (torch.Tensor, "cumsum_")):
         monkeypatch.setattr(place, name, unlocked(getattr(place, name)))
     bits = torch.from_numpy(gaussian(BF16, 5000).view(np.int16)).to(device)
     encoded = encode(bits, BF16, warps=1)
     assert set(launches) == set(kernels)
     launches.clear()
     Recoder(encoded, BF16, bits.numel(), warps=1).code(bits)
-    assert set(launches) == {"_planes_kernel", "code_kernel", "_gather_kernel"}
+    assert set(launches) == {"_tails_kernel", "_planes_kernel", "code_kernel", "_gather_kernel"}
     monkeypatch.undo()
     assert torch.equal(encoded.words, encode(bits, BF16, warps=1).words)
 

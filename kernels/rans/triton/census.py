@@ -1,18 +1,22 @@
-"""Exponents and pairs of exponents counted on a GPU, in Triton, in shared memory that PTX declares."""
+"""Exponents and pairs of exponents counted on a GPU, in Triton, in shared memory that PTX declares.
+
+counters   int64 [tensors, COUNTERS + 2]: pairs of exponents in a window, [second, first]; a pair of 0 and
+           one of the window, of one and 0, of 0 and 0; then the lowest mantissa bits of all weights
+           united, and the exponent that the window begins with. Single exponents of formats with more
+           than 8 bits.
+elsewhere  int64 [tensors, 256, 256]: all other pairs, [second, first]
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
-from neuzip.kernels.float_fields import FloatFormat
-from neuzip.kernels.rans.triton.encode_planes import INTEGERS
+from neuzip.kernels.rans.triton.batch import ELEMENTS, Batch, numel_of, weights_of
+from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of, starts_of
 from neuzip.kernels.rans.triton.warp import INTERPRETED
 
 WINDOW = 64
@@ -24,109 +28,31 @@ COUNTERS = 5120
 BELOW_MEAN = 40
 """The window begins this far below the mean exponent of a sample: small weights lie further from it."""
 
-Ints = npt.NDArray[np.int64]
 
-_NONE = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class ExponentCounts:
-    """What a tensor is made of.
-
-    `grid[i, j]` counts neighbours of which the second has exponent names[i], the first names[j]. `elsewhere`
-    counts the other pairs by their exponents, [second, first], or is None where there are none.
-    """
-
-    exponents: Ints
-    names: Ints
-    grid: Ints
-    elsewhere: Ints | None
-
-    def among(self, palette: Ints) -> Ints:
-        """The count of neighbours within a palette: [second, first]."""
-        slot = np.full(256, -1)
-        slot[self.names] = np.arange(self.names.size)
-        known = np.flatnonzero(slot[palette] >= 0)
-        at = slot[palette[known]]
-        counts = np.zeros((palette.size, palette.size), np.int64)
-        counts[np.ix_(known, known)] = self.grid[np.ix_(at, at)]
-        return counts if self.elsewhere is None else counts + self.elsewhere[np.ix_(palette, palette)]
-
-
-class GpuCensus:
-    """A census on its way: counted on the device, copied to the host, and read there."""
-
-    def __init__(self, bits: torch.Tensor, fmt: FloatFormat, threads: int, programs: int) -> None:
-        self._fmt, self._bits = fmt, bits
-        wide, numel, device = fmt.exponent_bits > 8, bits.numel(), bits.device
-        # An item is two neighbours; where there are too many exponents for pairs, one weight.
-        items = bits if wide else bits[: numel // 2 * 2].view(INTEGERS[2 * fmt.bits])
-        self._items = items.numel()
-        on_device = torch.zeros(COUNTERS + 2 + (1 << 16), dtype=torch.int64, device=device)
-        counters, self._elsewhere = on_device[: COUNTERS + 2], on_device[COUNTERS + 2 :]
-        tile = 16 * threads
-        grid = (min(programs, max(self._items // tile, 1)),)
-        launch(
-            _census_kernel, grid,
-            items, counters, self._elsewhere, self._items,
-            BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS,
-            WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=tile,
-            num_warps=threads // 32, device=device,
-        )  # fmt: skip
-        # The last weight of an odd number has no neighbour.
-        self._single = bits[-1:].to("cpu", non_blocking=True) if numel % 2 and not wide else None
-        self._counters = counters.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if bits.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def kept_bits(self) -> int:
-        """Mantissa bits that any weight uses. Waits for the device."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        union = int(self._counters[COUNTERS])
-        if self._single is not None:
-            union |= int(self._single) & (1 << self._fmt.mantissa_bits) - 1
-        return self._fmt.mantissa_bits - ((union & -union).bit_length() - 1) if union else 0
-
-    def read(self) -> ExponentCounts:
-        """The counts, once `kept_bits` has waited for them."""
-        fmt, host = self._fmt, self._counters.numpy()
-        if fmt.exponent_bits > 8:
-            return ExponentCounts(host[: 1 << fmt.exponent_bits], _NONE, _NONE, None)
-        names, grid = _unfold(host, int(host[COUNTERS + 1]))
-        first, second = grid.sum(0), grid.sum(1)
-        exponents = np.zeros(256, np.int64)
-        exponents[names] = first + second
-        others = None
-        if int(first.sum()) < self._items:
-            others = self._elsewhere.cpu().numpy().reshape(256, 256)
-            exponents += others.sum(0) + others.sum(1)
-        if self._single is not None:
-            exponents[int(self._single) >> fmt.mantissa_bits & ((1 << fmt.exponent_bits) - 1)] += 1
-        return ExponentCounts(exponents, names, grid, others)
-
-
-def _unfold(counters: Ints, base: int) -> tuple[Ints, Ints]:
-    """The exponents that the counters of pairs are about, and the counters as a grid: [second, first]."""
-    pairs = counters[: WINDOW * WINDOW].reshape(WINDOW, WINDOW)
-    # Slots without an exponent have counted nothing. Where the base is not above 0, the window has 0 itself.
-    start, stop = max(-base, 0), min(256 - base, WINDOW)
-    names, inside = np.arange(base + start, base + stop), slice(start, stop)
-    if base <= 0:
-        return names, pairs[inside, inside]
-    n = stop - start
-    second, first, both = (
-        counters[at:] for at in (WINDOW * WINDOW, WINDOW * (WINDOW + 1), WINDOW * (WINDOW + 2))
-    )
-    grid = np.empty((n + 1, n + 1), np.int64)
-    grid[:n, :n] = pairs[inside, inside]
-    grid[:n, n], grid[n, :n], grid[n, n] = second[inside], first[inside], both[0]
-    return np.append(names, 0), grid
+def count(batch: Batch, threads: int, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The counters of a batch, and those of pairs elsewhere. About `programs` programs share the work."""
+    fmt, n = batch.fmt, len(batch.bits)
+    wide, tile = fmt.exponent_bits > 8, 16 * threads
+    # An item is two neighbours; where there are too many exponents for pairs, one weight.
+    tiles = -(-(batch.numels if wide else batch.numels // 2) // tile)
+    each = max(1, -(-int(tiles.sum()) // programs))
+    starts = starts_of(np.maximum(1, -(-tiles // each)))
+    sizes = COUNTERS + 2, 1 << 16 if fmt.exponent_bits == 8 else 0
+    memory = torch.zeros(n * sum(sizes), dtype=torch.int64, device=batch.device)
+    counters, elsewhere = memory[: n * sizes[0]], memory[n * sizes[0] :]
+    launch(
+        _census_kernel, (int(starts[-1]),),
+        batch.base, batch.columns, on_device([starts], batch.device), counters, elsewhere,
+        BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS,
+        WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=tile,
+        ITEM=ELEMENTS[fmt.bits if wide else 2 * fmt.bits], ENTRIES=ENTRIES,
+        num_warps=threads // 32, device=batch.device,
+    )  # fmt: skip
+    return counters, elsewhere
 
 
 @triton.jit
-def _slot(e0, e1, base, WINDOW: tl.constexpr):
+def slot_of(e0, e1, base, WINDOW: tl.constexpr):
     """The counter of a pair, or -1: both in the window, or the first 0, or the second, or both."""
     s0, s1 = e0 - base, e1 - base
     in0, in1 = (s0 >= 0) & (s0 < WINDOW), (s1 >= 0) & (s1 < WINDOW)
@@ -153,7 +79,7 @@ def _count_items(
             e1 = (item >> (BITS + MANTISSA)).to(tl.int32) & LARGEST
             slot = e0 | e1 * WINDOW
             if EXPONENT == 8:
-                slot = _slot(e0, e1, base, WINDOW)
+                slot = slot_of(e0, e1, base, WINDOW)
                 tl.atomic_add(elsewhere_ptr + (e0 | e1 << 8), 1, mask=which & (slot < 0))
         if INTERPRETED:
             tl.atomic_add(counters_ptr + slot, 1, mask=which & (slot >= 0))
@@ -163,13 +89,23 @@ def _count_items(
 
 @triton.jit
 def _census_kernel(
-    items_ptr, counters_ptr, elsewhere_ptr, n,
+    base_ptr, columns_ptr, starts_ptr, counters_ptr, elsewhere_ptr,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COUNTERS: tl.constexpr,
     WINDOW: tl.constexpr, BELOW_MEAN: tl.constexpr, SAMPLE: tl.constexpr, THREADS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, ITEM: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Add to the counters; after them, unite the mantissas' lowest bits, and say where the window begins."""
+    """Add to the counters of a tensor; after them, unite the mantissas' lowest bits, and say where the window
+    begins."""
     LARGEST: tl.constexpr = (1 << EXPONENT) - 1
+    row = row_of(starts_ptr, tl.program_id(0), ENTRIES)
+    first = tl.load(starts_ptr + row)
+    pid, programs = tl.program_id(0) - first, tl.load(starts_ptr + row + 1) - first
+    items_ptr = weights_of(base_ptr, columns_ptr, row, ITEM, ENTRIES)
+    n = numel_of(columns_ptr, row, ENTRIES)
+    if EXPONENT <= 8:
+        n //= 2
+    counters_ptr += row * (COUNTERS + 2)
+    elsewhere_ptr += row * (1 << 16)
     base = 0
     if EXPONENT == 8:
         # All programs look at the same weights, and so agree on a window.
@@ -185,7 +121,6 @@ def _census_kernel(
         tl.debug_barrier()
 
     union = tl.zeros([TILE], items_ptr.dtype.element_ty)
-    pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     whole = n // TILE * TILE
     for at in range(pid * TILE, whole, programs * TILE):
         item = tl.load(items_ptr + at + tl.arange(0, TILE))
@@ -214,7 +149,7 @@ def _census_kernel(
     union &= (1 << MANTISSA) - 1
     lowest = tl.min(tl.where(union != 0, union & -union, 1 << 62))
     tl.atomic_or(counters_ptr + COUNTERS, tl.where(lowest < 1 << 62, lowest, 0), sem="relaxed")
-    if tl.program_id(0) == 0:
+    if pid == 0:
         tl.store(counters_ptr + COUNTERS + 1, base)
 
 
@@ -253,7 +188,7 @@ def _count(address, which):
 
 @triton.jit
 def _count_pair(pair, which, base, counters, elsewhere):
-    """Count pairs e0 | e1 << 16 of 8-bit exponents where `_slot` says, at once if both are in the window.
+    """Count pairs e0 | e1 << 16 of 8-bit exponents where `slot_of` says, at once if both are in the window.
 
     counters, elsewhere: addresses in shared and in device memory.
     """

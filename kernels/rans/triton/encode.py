@@ -1,41 +1,50 @@
 """The lossless encoder on a GPU, in Triton: the bytes of `compress.schemes.lossless.encode`.
 
-READ THIS FIRST. Only the way is another:
+READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launches, and the host waits once:
 
 1. The *census* counts pairs of exponents in shared memory: those in a window of 64 exponents around the usual
    ones, and of 0. The few others are counted in device memory. It is the whole histogram all the same.
-2. The table is built on the host, by the code that the CPU uses, while the GPU writes the planes.
+2. A program for each tensor makes its table on the device, by the arithmetic of the CPU.
 3. A warp codes a block, a lane a thread, backwards: words grow downwards from the end of a *region* of
    scratch, which has room for the most that a block can take. Of escapes only *notes* are made, one a lane
    and run.
-4. A last kernel brings the words of all blocks to their places, back to back, and writes out the escapes.
+4. While the GPU writes the planes, the host gets the tables and the numbers of words, and allocates these.
+   A last kernel brings the words of all blocks to their places, back to back, and writes out the escapes.
 
-No kernel reads beyond the tensor: what is left after the last whole program of blocks is coded from a copy,
-which is filled up to whole runs. Triton's interpreter runs all of this on CPU tensors.
+What is launched before the host knows the tables is for tensors that are coded in pairs, without addends, and
+use all bits of a short mantissa. Nearly all do. The others are done again as they are.
+
+No kernel reads beyond a tensor: see batch.py. Triton's interpreter runs all of this on CPU tensors.
 
 Weights that have changed a little are coded anew by the table that they have: see `Recoder`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from neuzip.kernels.device.properties import multiprocessors
-from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
-from neuzip.kernels.rans.model import Table, choose_table
-from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN
-from neuzip.kernels.rans.triton.census import GpuCensus
-from neuzip.kernels.rans.triton.encode_blocks import SCRATCH, BlockCoder, code_words, whole_programs
-from neuzip.kernels.rans.triton.encode_planes import INTEGERS, plane_views, write_planes
-from neuzip.kernels.rans.triton.encoder_table import EncoderTable, encoder_table
+from neuzip.kernels.float_fields import FloatFormat, plane_bytes
+from neuzip.kernels.rans.model import Table
+from neuzip.kernels.rans.numbers import BLOCK
+from neuzip.kernels.rans.triton import census
+from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes
+from neuzip.kernels.rans.triton.encode_blocks import SCRATCH, BlockCoder, fill_tails, scratch_bytes
+from neuzip.kernels.rans.triton.encode_planes import write_planes
+from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTable, make_tables
+from neuzip.kernels.rans.triton.lists import MOST, Ints
 from neuzip.kernels.tuning import launch_for
 
-__all__ = ["SCRATCH", "GpuEncoded", "Recoder", "encode"]
+__all__ = ["SCRATCH", "GpuEncoded", "Recoder", "encode", "encode_all"]
 
 SHORT = 10
-"""A mantissa of at most this many bits is taken to be used in full until the census says otherwise."""
+"""A mantissa of at most this many bits is taken to be used in full until the table says otherwise."""
+
+SHARE = 16
+"""Divisor: a batch may have 1 / SHARE of the bytes of all tensors as scratch."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +53,28 @@ class GpuEncoded:
 
     `index` and `words` are int16 with the bits of uint16: the number of words of every block, and the blocks
     back to back. `planes` are uint8, by width; their memory goes on, with zeros, to a multiple of 32 bytes.
-    The memory of `words` goes on by what was asked for to spare.
+    The memory of `words` goes on by what was asked for to spare. Tensors that were coded together share the
+    memory of `index` and `coding`, the table on the device.
     """
 
     kept_bits: int
-    coding: EncoderTable
+    table: Table
+    coding: EncoderTables
     index: torch.Tensor
     words: torch.Tensor
-    planes: dict[int, torch.Tensor]
+    planes: Planes
 
-    @property
-    def table(self) -> Table:
-        """Palette and frequencies."""
-        return self.coding.table
+
+@dataclass(frozen=True)
+class _Options:
+    """How tensors are coded, beside their bits."""
+
+    fmt: FloatFormat
+    warps: int
+    threads: int
+    programs: int
+    scratch: int
+    spare: int
 
 
 def encode(
@@ -69,37 +87,180 @@ def encode(
     scratch: int | None = None,
     spare: int = 0,
 ) -> GpuEncoded:
-    """Code bit patterns: a contiguous one-dimensional tensor of integers of fmt.bits bits, at least one.
+    """Code one tensor: see `encode_all`."""
+    (encoded,) = encode_all(
+        [bits], fmt, warps=warps, threads=threads, programs=programs, scratch=scratch, spare=spare
+    )
+    return encoded
 
-    Whether that pays is the caller's business: incompressible weights take more than they did. The words get
-    memory for one in `spare` more. Options change the speed and not one byte; without them the table of the
-    card decides: `warps` of a program code a block each, `programs` of `threads` take the census, and with
-    less than `scratch` bytes of scratch fewer blocks are coded at a time.
+
+def encode_all(
+    tensors: Sequence[torch.Tensor],
+    fmt: FloatFormat,
+    *,
+    warps: int | None = None,
+    threads: int | None = None,
+    programs: int | None = None,
+    scratch: int | None = None,
+    spare: int = 0,
+) -> list[GpuEncoded]:
+    """Code bit patterns: contiguous one-dimensional tensors of integers of fmt.bits bits, at least one each.
+
+    All are on one device. Many small ones share launches, and the host waits once for them. Whether coding
+    pays is the caller's business: incompressible weights take more than they did. The words of each tensor
+    get memory for one in `spare` more. Options change the speed and not one byte; without them the table of
+    the card decides: `warps` of a program code a block each, about `programs` of `threads` take the census,
+    and with less than `scratch` bytes of scratch fewer blocks are coded at a time. Raises ValueError for what
+    is no bit pattern.
     """
-    bits = _checked(bits, fmt)
-    numel, config = bits.numel(), launch_for("rans.encode", bits.device)
-    warps = warps or config["num_warps"]
-    programs = programs or config["census_programs"] * multiprocessors(bits.device)
-    main = whole_programs(numel, warps)
-    census = GpuCensus(bits, fmt, threads or config["census_threads"], programs)
-    # Most tensors use all bits of a short mantissa. If this one does not, its planes are written again.
-    assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
-    if assumed is not None:
-        planes = _empty_planes(bits, assumed)
-        write_planes(bits, main, plane_views(planes, 0), fmt, assumed)
-    used = census.kept_bits()
-    if used != assumed:
-        planes = _empty_planes(bits, used)
-        write_planes(bits, main, plane_views(planes, 0), fmt, used)
-    counts = census.read()
-    table = choose_table(counts.exponents, counts.among if fmt.exponent_bits <= 8 else None)
-    coding = encoder_table(table, fmt, bits.device)
-    rest = _rest(bits, main, table, fmt)
-    index = torch.empty(-(-numel // BLOCK), dtype=torch.int16, device=bits.device)
-    words = code_words(BlockCoder(bits, rest, fmt, coding, index, warps, scratch), spare)
-    if rest is not None:
-        write_planes(rest, rest.numel(), plane_views(planes, main), fmt, used)
-    return GpuEncoded(used, coding, index, words, {w: p[: plane_bytes(w, numel)] for w, p in planes.items()})
+    if not tensors:
+        return []
+    checked = [_checked(bits, fmt) for bits in tensors]
+    device = checked[0].device
+    if any(bits.device != device for bits in checked):
+        raise ValueError("the tensors are on several devices")
+    config = launch_for("rans.encode", device)
+    if scratch is None:
+        sizes = [bits.nbytes for bits in checked]
+        scratch = max(SCRATCH, max(sizes) * 4 // 5, sum(sizes) // SHARE)
+    options = _Options(
+        fmt, warps or config["num_warps"], threads or config["census_threads"],
+        programs or config["census_programs"] * multiprocessors(device), scratch, spare,
+    )  # fmt: skip
+    results: list[GpuEncoded] = []
+    finished: _BatchEncoder | None = None
+    for together in _batches(checked, options):
+        batch = _BatchEncoder(together, options)
+        if finished is not None:  # while the GPU codes
+            results += finished.results()
+        batch.finish()
+        finished = batch
+    assert finished is not None
+    return results + finished.results()
+
+
+def _batches(tensors: Sequence[torch.Tensor], options: _Options) -> Iterator[list[torch.Tensor]]:
+    """Tensors in their order, as many together as have scratch for it."""
+    together: list[torch.Tensor] = []
+    left, each = options.scratch, scratch_bytes(_usual_group(options.fmt))
+    for bits in tensors:
+        needed = -(-bits.numel() // BLOCK) * each
+        if together and (needed > left or len(together) == MOST):
+            yield together
+            together, left = [], options.scratch
+        together.append(bits)
+        left -= needed
+    yield together
+
+
+def _usual_group(fmt: FloatFormat) -> int:
+    """Weights of a symbol in nearly all tensors."""
+    return 2 if fmt.exponent_bits <= 8 else 1
+
+
+class _BatchEncoder:
+    """Tensors that are coded together. When this is made, all is launched that needs no table on the host."""
+
+    def __init__(self, bits: Sequence[torch.Tensor], options: _Options) -> None:
+        self._options, fmt = options, options.fmt
+        self._batch = batch = Batch(bits, fmt, options.warps)
+        self._tables = make_tables(batch, *census.count(batch, options.threads, options.programs))
+        fill_tails(batch, self._tables.tables)
+        self._index = torch.empty(int(batch.blocks.sum()), dtype=torch.int16, device=batch.device)
+        self._group = _usual_group(fmt)
+        self._blocks: BlockCoder | None = self._code(range(len(bits)), self._group, addends=False)
+        self._answers = [
+            array.to("cpu", non_blocking=True) for array in (self._tables.tables, self._blocks.totals())
+        ]
+        self._answered = torch.cuda.Event() if batch.device.type == "cuda" else None
+        if self._answered is not None:
+            self._answered.record()
+        self._planes: list[Planes] = [{} for _ in bits]
+        self._assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
+        if self._assumed is not None:
+            self._write_planes(range(len(bits)), self._assumed)
+        self._words: list[torch.Tensor | None] = [None] * len(bits)
+        self._host: list[HostTable] = []
+
+    def finish(self) -> None:
+        """Launch the rest. Waits for the device."""
+        if self._answered is not None:
+            self._answered.synchronize()
+        tables, totals = (answer.numpy() for answer in self._answers)
+        self._host = [HostTable(words) for words in tables]
+        codings: dict[tuple[int, bool], list[int]] = {}
+        mantissas: dict[int, list[int]] = {}
+        for row, host in enumerate(self._host):
+            codings.setdefault((host.group, host.addends), []).append(row)
+            mantissas.setdefault(host.kept_bits, []).append(row)
+        blocks, self._blocks = self._blocks, None
+        assert blocks is not None
+        if rows := codings.pop((self._group, False), None):
+            self._gather(blocks, rows, totals)
+        del blocks  # its scratch is there for the next
+        for (group, addends), rows in codings.items():
+            others = self._code(rows, group, addends)
+            self._gather(others, rows, others.totals().cpu().numpy())
+        for kept_bits, rows in mantissas.items():
+            if kept_bits != self._assumed:
+                self._write_planes(rows, kept_bits)
+
+    def results(self) -> list[GpuEncoded]:
+        """The coded tensors, of which kernels may still be writing."""
+        results = []
+        for row, (host, words) in enumerate(zip(self._host, self._words, strict=True)):
+            first, numel = int(self._batch.before[row]), int(self._batch.numels[row])
+            assert words is not None
+            results.append(
+                GpuEncoded(
+                    host.kept_bits,
+                    host.table(),
+                    self._tables.row(row),
+                    self._index[first : first + int(self._batch.blocks[row])],
+                    words,
+                    {width: plane[: plane_bytes(width, numel)] for width, plane in self._planes[row].items()},
+                )  # fmt: skip
+            )
+        return results
+
+    def _code(self, rows: Sequence[int], group: int, addends: bool) -> BlockCoder:
+        """Code the first span of some tensors."""
+        scratch = self._options.scratch
+        blocks = BlockCoder(self._batch, self._tables, self._index, rows, group, addends, scratch)
+        blocks.code(0)
+        return blocks
+
+    def _gather(self, blocks: BlockCoder, rows: Sequence[int], totals: Ints) -> None:
+        """Gather the words of some tensors. Waits for the device where there are several spans."""
+        if len(blocks.spans) > 1:
+            self._words[rows[0]] = self._words_of_spans(blocks)
+            return
+        chosen: list[torch.Tensor | None] = [None] * len(self._words)
+        for row in rows:
+            chosen[row] = self._words[row] = self._empty_words(int(totals[row + 1] - totals[row]))
+        blocks.gather(0, chosen)
+
+    def _words_of_spans(self, blocks: BlockCoder) -> torch.Tensor:
+        """The words of the only tensor, whose first span has been coded."""
+        parts, first = [], 0
+        for at in blocks.spans:
+            end = blocks.spans.step if at == 0 else blocks.code(at)
+            last = int(blocks.ends[end])
+            parts.append(torch.empty(last - first, dtype=torch.int16, device=blocks.ends.device))
+            blocks.gather(at, [parts[-1]], first)
+            first = last
+        return torch.cat(parts, out=self._empty_words(first))
+
+    def _empty_words(self, length: int) -> torch.Tensor:
+        spare = self._options.spare
+        capacity = length + (length // spare if spare else 0)
+        return torch.empty(capacity, dtype=torch.int16, device=self._batch.device)[:length]
+
+    def _write_planes(self, rows: Sequence[int], mantissa_bits: int) -> None:
+        written: list[Planes | None] = [None] * len(self._planes)
+        for row in rows:
+            written[row] = self._planes[row] = self._batch.empty_planes(row, mantissa_bits)
+        write_planes(self._batch, written, mantissa_bits)
 
 
 class Recoder:
@@ -127,13 +288,14 @@ class Recoder:
             raise ValueError(f"only {encoded.kept_bits} of {fmt.mantissa_bits} mantissa bits were kept")
         if -(-numel // BLOCK) != encoded.index.numel():
             raise ValueError(f"{numel} weights are not those of {encoded.index.numel()} blocks")
-        self.coding = encoded.coding
+        self.coding, self._group = encoded.coding, encoded.table.group
+        # The slower form of the division, where one of 4,096 frequencies of the table needs it.
+        self._addends = bool(HostTable(encoded.coding.tables[0].cpu().numpy()).addends)
         self._warps = warps or launch_for("rans.encode", encoded.index.device)["num_warps"]
-        self._fmt, self._numel, self._scratch = fmt, numel, scratch
-        self._main = whole_programs(numel, self._warps)
+        self._fmt, self._numel = fmt, numel
+        self._scratch = max(SCRATCH, numel * fmt.bits // 8 * 4 // 5) if scratch is None else scratch
         self._index, self._room = encoded.index, _whole_memory(encoded.words)
-        planes = {width: _whole_memory(plane) for width, plane in encoded.planes.items()}
-        self._views = plane_views(planes, 0), plane_views(planes, self._main)
+        self._planes = {width: _whole_memory(plane) for width, plane in encoded.planes.items()}
 
     @property
     def nbytes(self) -> int:
@@ -148,36 +310,15 @@ class Recoder:
         bits = _checked(bits, self._fmt)
         if bits.numel() != self._numel:
             raise ValueError(f"{bits.numel()} weights in place of {self._numel}")
-        fmt, main = self._fmt, self._main
-        rest = _rest(bits, main, self.coding.table, fmt)
-        blocks = BlockCoder(bits, rest, fmt, self.coding, self._index, self._warps, self._scratch)
-        write_planes(bits, main, self._views[0], fmt, fmt.mantissa_bits)
-        if rest is not None:
-            write_planes(rest, rest.numel(), self._views[1], fmt, fmt.mantissa_bits)
+        batch = Batch([bits], self._fmt, self._warps)
+        fill_tails(batch, self.coding.tables)
+        blocks = BlockCoder(batch, self.coding, self._index, [0], self._group, self._addends, self._scratch)
+        write_planes(batch, [self._planes], self._fmt.mantissa_bits)
         for at in blocks.spans:
             blocks.code(at)
-            blocks.gather(at, self._room)
+            blocks.gather(at, [self._room])
         words = int(blocks.ends[-1])
         return self._room[:words] if words <= self._room.numel() else None
-
-
-def _empty_planes(bits: torch.Tensor, mantissa_bits: int) -> dict[int, torch.Tensor]:
-    """Planes for the fields of `bits`, with room for whole runs."""
-    size = _whole_runs(bits.numel())
-    return {
-        width: torch.empty(size * width // 8, dtype=torch.uint8, device=bits.device)
-        for width in plane_widths(1 + mantissa_bits)
-    }
-
-
-def _rest(bits: torch.Tensor, main: int, table: Table, fmt: FloatFormat) -> torch.Tensor | None:
-    """The weights from `main` on, filled up to whole runs; None if there are none."""
-    left = bits.numel() - main
-    if not left:
-        return None
-    rest = bits.new_full((_whole_runs(left),), table.filler << fmt.mantissa_bits)
-    rest[:left] = bits[main:]
-    return rest
 
 
 def _whole_memory(array: torch.Tensor) -> torch.Tensor:
@@ -194,8 +335,3 @@ def _checked(bits: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     if bits.data_ptr() % 16:
         bits = bits.clone()
     return bits.view(INTEGERS[fmt.bits])
-
-
-def _whole_runs(numel: int) -> int:
-    """`numel` rounded up to whole runs of all lanes."""
-    return -(-numel // (LANES * RUN)) * LANES * RUN

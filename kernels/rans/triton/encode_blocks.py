@@ -1,135 +1,204 @@
-"""The blocks of a tensor coded on a GPU, span by span: words go to scratch, and from there to their place."""
+"""Blocks of tensors coded on a GPU, span by span: words go to scratch, and from there to their place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
-from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RUN, RUNS
+from neuzip.kernels.rans.triton.batch import (
+    ELEMENTS,
+    Batch,
+    array_of,
+    numel_of,
+    weights_of,
+    whole_of,
+    whole_runs,
+)
+from neuzip.kernels.rans.triton.device_table import FILLER, ROW, TABLE
 from neuzip.kernels.rans.triton.encode_kernel import code_kernel
-from neuzip.kernels.rans.triton.encoder_table import ROW, EncoderTable
+from neuzip.kernels.rans.triton.encoder_table import EncoderTables
+from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, on_device, row_of, starts_of
 
 SCRATCH = 64 << 20
-"""Bytes of scratch that any tensor may have. A larger one may have 4/5 of its own size."""
+"""Bytes of scratch that any batch may have. One with a larger tensor may have 4/5 of the size of that."""
 
 NOTES = LANES * RUNS
 """The most notes of a block: one a lane and run."""
 
-
-def whole_programs(numel: int, warps: int) -> int:
-    """`numel` rounded down to whole programs, of as many blocks as warps."""
-    return numel // (warps * BLOCK) * warps * BLOCK
+_TILE = 2048
+"""Weights of a program that copies tails."""
 
 
-def code_words(blocks: BlockCoder, spare: int) -> torch.Tensor:
-    """All words, in memory for one in `spare` more. Waits for the device once a span."""
-    parts, first = [], 0
-    for at in blocks.spans:
-        last = int(blocks.ends[blocks.code(at)])
-        parts.append(torch.empty(last - first, dtype=torch.int16, device=blocks.index.device))
-        blocks.gather(at, parts[-1], first)
-        first = last
-    if len(parts) == 1 and not spare:
-        return parts[0]
-    capacity = torch.empty(
-        first + (first // spare if spare else 0), dtype=torch.int16, device=parts[0].device
-    )
-    return torch.cat(parts, out=capacity[:first])
+def region_words(group: int) -> int:
+    """The most words of a block of symbols of `group` weights, without escapes."""
+    return HEADER_WORDS + BLOCK // group - RAW_STEPS * LANES
+
+
+def scratch_bytes(group: int) -> int:
+    """Bytes of scratch of a block: its words and notes."""
+    return 2 * region_words(group) + 4 * NOTES
+
+
+def fill_tails(batch: Batch, tables: torch.Tensor) -> None:
+    """Copy the tails of a batch, filled up by the exponents that the tables name for that."""
+    length = int((batch.numels - batch.whole * BLOCK).max())
+    if length:
+        launch(
+            _tails_kernel, (len(batch.bits), triton.cdiv(whole_runs(length), _TILE)),
+            batch.base, batch.columns, tables, batch.tails,
+            MANTISSA=batch.fmt.mantissa_bits, ELEMENT=ELEMENTS[batch.fmt.bits], BLOCK=BLOCK,
+            RUN_WEIGHTS=LANES * RUN, STRIDE=batch.tails.shape[1], TABLE=TABLE, FILLER=FILLER, TILE=_TILE,
+            ENTRIES=ENTRIES, device=batch.device,
+        )  # fmt: skip
 
 
 class BlockCoder:
-    """The blocks of a tensor on their way: coded to scratch, a span of them at a time, and gathered from it.
+    """The blocks of some tensors of a batch on their way: coded to scratch, a span of them at a time, and
+    gathered from it.
 
-    Its last blocks, too few for a program, are coded from `rest`. `ends[b]`, int64 on the device, says where
-    block b begins among all words, for every block up to the end of the last span coded.
+    `rows` are the tensors whose tables have this `group`, and symbols with addends only if `addends`; what is
+    coded of others is nothing. Blocks of several tensors are one span; those of one are cut where `scratch`
+    bytes do not suffice for it. The words that blocks have are written to `index`, that of the batch.
     """
 
     def __init__(
-        self, bits: torch.Tensor, rest: torch.Tensor | None, fmt: FloatFormat, coding: EncoderTable,
-        index: torch.Tensor, warps: int, scratch: int | None
+        self, batch: Batch, tables: EncoderTables, index: torch.Tensor, rows: Sequence[int],
+        group: int, addends: bool, scratch: int
     ) -> None:  # fmt: skip
-        device, self._numel = bits.device, bits.numel()
-        self.index, self._bits, self._fmt, self._coding = index, bits, fmt, coding
-        self._warps, self._blocks = warps, index.numel()
-        main = whole_programs(self._numel, warps)
-        self._main, whole = main // BLOCK, bits if rest is None else bits[:main]
-        self._sources = [part.view(torch.int64) for part in (whole, rest) if part is not None]
-        self._region = HEADER_WORDS + BLOCK // coding.table.group - RAW_STEPS * LANES
-        if scratch is None:
-            scratch = max(SCRATCH, self._numel * fmt.bits // 8 * 4 // 5)
-        # `rest` is no longer than a program, and begins where one would: it is never cut.
-        together = max(scratch // (2 * self._region + 4 * NOTES) // warps, 1) * warps
-        spans = triton.cdiv(self._blocks, together)
-        self._span: int = min(triton.cdiv(triton.cdiv(self._blocks, spans), warps) * warps, self._blocks)
-        self.spans = range(0, self._blocks, self._span)
+        self._batch, self._tables, self._index = batch, tables, index
+        self._group, self._addends = group, addends
+        self._region, device, warps = region_words(group), batch.device, batch.warps
+        is_chosen = np.isin(np.arange(len(batch.bits)), rows)
+        self.blocks: Ints = np.where(is_chosen, batch.blocks, 0)
+        self.firsts = starts_of(self.blocks)
+        whole = np.where(is_chosen, batch.whole, 0)
+        programs = [starts_of(share) for share in (whole // warps, self.blocks - whole)]
+        self._programs = [int(starts[-1]) for starts in programs]
+        self._whole, self._all = int(whole.sum()), int(self.blocks.sum())
+        self._columns = on_device([self.firsts, *programs], device)
+        self._span = self._all
+        if len(rows) == 1:
+            # The tail is no longer than a program, and begins where one would: it is never cut.
+            together = max(scratch // scratch_bytes(group) // warps, 1) * warps
+            spans = triton.cdiv(self._all, together)
+            self._span = min(triton.cdiv(triton.cdiv(self._all, spans), warps) * warps, self._all)
+        self.spans = range(0, self._all, self._span)
         self._regions = torch.empty(self._span * self._region, dtype=torch.int16, device=device)
         self._notes = torch.empty(self._span * NOTES, dtype=torch.int32, device=device)
         self._counts = torch.empty(2, self._span, dtype=torch.int32, device=device)
-        self.ends = torch.zeros(self._blocks + 1, dtype=torch.int64, device=device)
+        self.ends = torch.zeros(self._all + 1, dtype=torch.int64, device=device)
 
     def code(self, at: int) -> int:
         """Code the span that begins with block `at`; the block with which the next one begins."""
-        end = min(at + self._span, self._blocks)
-        for first, last, ragged in ((at, min(end, self._main), False), (max(at, self._main), end, True)):
+        end, warps = min(at + self._span, self._all), self._batch.warps
+        if end - at == self._all:
+            programs = [(0, self._programs[0]), (0, self._programs[1])]
+        else:  # of one tensor
+            whole, last = self._whole, min(end, self._whole)
+            programs = [(at // warps, last // warps), (max(at - whole, 0), end - whole)]
+        for is_ragged, (first, last) in enumerate(programs):
             if first < last:
-                self._launch(first, last, at, ragged)
+                self._launch(first, last, at, bool(is_ragged))
         # The first of these is where the span begins; the others are still lengths.
         self.ends[at : end + 1].cumsum_(0)
         return end
 
     def _launch(self, first: int, last: int, first_region: int, ragged: bool) -> None:
-        fmt, coding, warps = self._fmt, self._coding, 1 if ragged else self._warps
+        batch, tables, warps = self._batch, self._tables, 1 if ragged else self._batch.warps
+        fmt = batch.fmt
         launch(
-            code_kernel, ((last - first) // warps,),
-            self._sources[ragged], coding.facts, coding.symbols, self._regions, self._notes, self._counts,
-            self.ends, self.index, first_block=first, first_source=self._main if ragged else 0,
-            first_region=first_region, numel=self._numel, span=self._span,
+            code_kernel, (last - first,),
+            batch.base, batch.columns, self._columns[2 if ragged else 1], self._columns[0],
+            batch.tails.view(torch.int64), tables.tables, tables.facts, tables.symbols, self._regions, self._notes, self._counts, self.ends,
+            self._index, first_program=first, first_region=first_region, span=self._span,
             BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits,
-            GROUP=coding.table.group, RAGGED=ragged, ADDENDS=coding.addends, WARPS=warps,
+            GROUP=self._group, RAGGED=ragged, ADDENDS=self._addends, WARPS=warps,
             REGION=self._region, NOTES=NOTES, LANES=LANES, RUN=RUN, RUNS=RUNS, LOWER=LOWER,
-            HEADER=HEADER_WORDS, ROW=ROW, num_warps=warps, device=self.index.device,
+            HEADER=HEADER_WORDS, ROW=ROW, CODING=tables.facts.shape[1], KEYS=tables.symbols.shape[1],
+            STRIDE=batch.tails.shape[1], ENTRIES=ENTRIES, num_warps=warps, device=batch.device,
         )  # fmt: skip
 
-    def gather(self, at: int, words: torch.Tensor, first_word: int = 0) -> None:
-        """Bring the span coded last to `words`, which begin with word `first_word` of all. What has no room
-        there is left out."""
-        fmt = self._fmt
-        launch(
-            _gather_kernel, (min(self._span, self._blocks - at),),
-            self._bits, self._regions, self._notes, self._counts, self.ends, words,
-            first_block=at, first_word=first_word, capacity=words.numel(), span=self._span,
-            EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, BLOCK=BLOCK, REGION=self._region,
-            NOTES=NOTES, RUN=RUN, TILE=1024, num_warps=2, device=self.index.device,
-        )  # fmt: skip
+    def gather(self, at: int, words: Sequence[torch.Tensor | None], first_word: int = 0) -> None:
+        """Bring the span coded last to the words of each tensor that has some, as far as there is room.
+
+        They begin with word `first_word` of all.
+        """
+        batch = self._batch
+        has_words = np.array([own is not None for own in words])
+        places = batch.places(words)
+        capacities = np.array([0 if own is None else own.numel() for own in words], np.int64)
+        starts = starts_of(np.where(has_words, self.blocks, 0))
+        programs = min(self._span, int(starts[-1]) - at)
+        if programs > 0:
+            launch(
+                _gather_kernel, (programs,),
+                batch.base, batch.columns, self._columns[0],
+                on_device([starts, places, capacities], batch.device), self._regions, self._notes, self._counts, self.ends,
+                first_block=at, first_word=first_word, span=self._span,
+                EXPONENT=batch.fmt.exponent_bits, MANTISSA=batch.fmt.mantissa_bits,
+                ELEMENT=ELEMENTS[batch.fmt.bits], BLOCK=BLOCK, REGION=self._region, NOTES=NOTES, RUN=RUN,
+                TILE=1024, ENTRIES=ENTRIES, num_warps=2, device=batch.device,
+            )  # fmt: skip
+
+    def totals(self) -> torch.Tensor:
+        """Where the words of each tensor begin among all, and where those of the last one end: int64."""
+        return self.ends[self._columns[0]]
 
 
-@triton.jit(do_not_specialize=["first_block", "first_word", "capacity", "span"])
+@triton.jit
+def _tails_kernel(
+    base_ptr, columns_ptr, tables_ptr, tails_ptr,
+    MANTISSA: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, RUN_WEIGHTS: tl.constexpr,
+    STRIDE: tl.constexpr, TABLE: tl.constexpr, FILLER: tl.constexpr, TILE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Copy what follows the whole programs of a tensor, and fill it up to whole runs."""
+    row = tl.program_id(0)
+    offs = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    before = whole_of(columns_ptr, row, ENTRIES) * BLOCK
+    left = (numel_of(columns_ptr, row, ENTRIES) - before).to(tl.int32)
+    filler = tl.load(tables_ptr + row * TABLE + FILLER).to(tl.int64) << MANTISSA
+    weights = weights_of(base_ptr, columns_ptr, row, ELEMENT, ENTRIES) + before
+    tail = tl.load(weights + offs, mask=offs < left, other=0)
+    tail = tl.where(offs < left, tail, filler.to(ELEMENT))
+    padded = (left + RUN_WEIGHTS - 1) // RUN_WEIGHTS * RUN_WEIGHTS
+    tl.store(tails_ptr + row.to(tl.int64) * STRIDE + offs, tail, mask=offs < padded)
+
+
+@triton.jit(do_not_specialize=["first_block", "first_word", "span"])
 def _gather_kernel(
-    bits_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr, words_ptr,
-    first_block, first_word, capacity, span,
-    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr, REGION: tl.constexpr,
-    NOTES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
+    base_ptr, columns_ptr, firsts_ptr, words_columns_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr,
+    first_block, first_word, span,
+    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
+    REGION: tl.constexpr, NOTES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Put a block's words in their place, and its escapes behind them, as far as there is room."""
-    pid = tl.program_id(0).to(tl.int64)
-    coded = tl.load(counts_ptr + pid)
-    n_notes = tl.load(counts_ptr + span + pid)
-    start = tl.load(ends_ptr + first_block + pid) - first_word
+    row = row_of(words_columns_ptr, first_block + tl.program_id(0), ENTRIES)
+    block = first_block + tl.program_id(0) - tl.load(words_columns_ptr + row)
+    first = tl.load(firsts_ptr + row)
+    region = first + block - first_block
+    coded = tl.load(counts_ptr + region)
+    n_notes = tl.load(counts_ptr + span + region)
+    start = tl.load(ends_ptr + first + block) - tl.load(ends_ptr + first) - first_word
+    capacity = tl.load(words_columns_ptr + 2 * ENTRIES + row)
     # A block has less than 2^16 words.
     left = tl.maximum(tl.minimum(capacity - start, 1 << 16), 0).to(tl.int32)
-    words_ptr += start
-    region_ptr = regions_ptr + (pid + 1) * REGION - coded
+    words_ptr = array_of(base_ptr, words_columns_ptr + ENTRIES, row, tl.int16) + start
+    region_ptr = regions_ptr + (region + 1) * REGION - coded
     for at in range(0, coded, TILE):
         offs = at + tl.arange(0, TILE)
         mask = offs < tl.minimum(coded, left)
         tl.store(words_ptr + offs, tl.load(region_ptr + offs, mask=mask), mask=mask)
 
     words_ptr += coded
-    notes_ptr += (pid + 1) * NOTES - n_notes
-    bits_ptr += (first_block + pid) * BLOCK
+    notes_ptr += (region + 1) * NOTES - n_notes
+    bits_ptr = weights_of(base_ptr, columns_ptr, row, ELEMENT, ENTRIES) + block * BLOCK
     offs_in_run = tl.arange(0, RUN)[None, :]
     done = 0
     for at in range(0, n_notes, 32):

@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from neuzip.kernels.rans.triton import device_table
+from neuzip.kernels.rans.triton.batch import INDEX, numel_of, weights_of, whole_of
+from neuzip.kernels.rans.triton.lists import row_of
 from neuzip.kernels.rans.triton.warp import INTERPRETED, count_ones, rank_of, sum_of_warp
+
+GROUP_AT, ADDENDS_AT = tl.constexpr(device_table.GROUP), tl.constexpr(device_table.ADDENDS)
+TABLE, INDEX_AT = tl.constexpr(device_table.TABLE), tl.constexpr(INDEX)
 
 
 @triton.jit
@@ -164,34 +170,67 @@ def _code_run(
     return x, p, q, escaped + count_ones(mask)
 
 
-@triton.jit(do_not_specialize=["first_block", "first_source", "first_region", "numel", "span"])
+@triton.jit(do_not_specialize=["first_program", "first_region", "span"])
 def code_kernel(
-    words_ptr, coding_ptr, symbols_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr, index_ptr,
-    first_block, first_source, first_region, numel, span,
+    base_ptr, columns_ptr, starts_ptr, firsts_ptr, tails_ptr, tables_ptr, coding_ptr, symbols_ptr,
+    regions_ptr, notes_ptr, counts_ptr, ends_ptr, index_ptr, first_program, first_region, span,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
     RAGGED: tl.constexpr, ADDENDS: tl.constexpr, WARPS: tl.constexpr, REGION: tl.constexpr,
     NOTES: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, LOWER: tl.constexpr,
-    HEADER: tl.constexpr, ROW: tl.constexpr,
+    HEADER: tl.constexpr, ROW: tl.constexpr, CODING: tl.constexpr, KEYS: tl.constexpr,
+    STRIDE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Code a block a warp, to the end of its region.
+    """Code a block a warp, to the end of its region: of the tensors whose tables have this GROUP, and addends
+    only where ADDENDS.
 
-    The programs begin with block `first_block`, `words_ptr` with block `first_source`, the regions with block
-    `first_region`. counts: words without escapes, and notes, each [span]; ends: from 1 on the words of all
-    blocks. Only where RAGGED may a block be shorter than others; then a program has one.
+    starts: the first program of each tensor, firsts: its first block among those that are coded. The programs
+    begin with `first_program`, the regions with block `first_region`. counts: words without escapes, and
+    notes, each [span]; ends: from 1 on the words of all blocks. RAGGED programs have one warp and code the
+    tails, of which the last block may be shorter than others.
     """
-    STRIDE: tl.constexpr = LANES * RUN * BITS // 64  # of runs, in 64-bit words
-    lanes = tl.arange(0, WARPS * LANES)
-    block = first_block + tl.program_id(0).to(tl.int64) * WARPS + lanes // LANES  # [WARPS * LANES]
-    lane = lanes % LANES
-    valid, runs = LANES * RUN * RUNS, RUNS
-    if RAGGED:
-        before = (first_block + tl.program_id(0).to(tl.int64)) * (LANES * RUN * RUNS)
-        valid = tl.minimum(numel - before, LANES * RUN * RUNS).to(tl.int32)
-        runs = (valid + LANES * RUN - 1) // (LANES * RUN)
-    words_ptr += (block - first_source) * (RUNS * STRIDE) + lane * (RUN * BITS // 64)
-    region_ptr = regions_ptr + (block - first_region) * REGION
-    notes_ptr += (block - first_region) * NOTES
+    program = first_program + tl.program_id(0)
+    row = row_of(starts_ptr, program, ENTRIES)
+    tables_ptr += row * TABLE
+    if (tl.load(tables_ptr + GROUP_AT) == GROUP) & (tl.load(tables_ptr + ADDENDS_AT) <= ADDENDS):
+        number = program - tl.load(starts_ptr + row)
+        whole = whole_of(columns_ptr, row, ENTRIES)
+        valid, runs = LANES * RUN * RUNS, RUNS
+        if RAGGED:
+            block = whole + number + tl.zeros([LANES], tl.int64)
+            before = (whole + number) * (LANES * RUN * RUNS)
+            valid = tl.minimum(numel_of(columns_ptr, row, ENTRIES) - before, valid).to(tl.int32)
+            runs = (valid + LANES * RUN - 1) // (LANES * RUN)
+            words_ptr = tails_ptr + row.to(tl.int64) * (STRIDE * BITS // 64)
+            words_ptr += (block - whole) * (LANES * RUN * RUNS * BITS // 64)
+        else:
+            block = number * WARPS + tl.arange(0, WARPS * LANES) // LANES  # [WARPS * LANES]
+            words_ptr = weights_of(base_ptr, columns_ptr, row, tl.int64, ENTRIES)
+            words_ptr += block * (LANES * RUN * RUNS * BITS // 64)
+        region = tl.load(firsts_ptr + row) + block
+        index = tl.load(columns_ptr + INDEX_AT * ENTRIES + row) + block
+        _code_block(
+            words_ptr, coding_ptr + row.to(tl.int64) * CODING, symbols_ptr + row.to(tl.int64) * KEYS,
+            regions_ptr + (region - first_region) * REGION, notes_ptr + (region - first_region) * NOTES,
+            counts_ptr + (region - first_region), ends_ptr + region + 1, index_ptr + index,
+            valid, runs, span,
+            BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, WARPS, REGION, NOTES, LANES, RUN, LOWER, HEADER,
+            ROW,
+        )  # fmt: skip
 
+
+@triton.jit
+def _code_block(
+    words_ptr, coding_ptr, symbols_ptr, region_ptr, notes_ptr, counts_ptr, end_ptr, index_ptr,
+    valid, runs, span,
+    BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
+    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, WARPS: tl.constexpr, REGION: tl.constexpr,
+    NOTES: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, LOWER: tl.constexpr, HEADER: tl.constexpr,
+    ROW: tl.constexpr,
+):  # fmt: skip
+    """Code the `runs` runs of a block, of `valid` weights, from the last on. Pointers are those of lanes."""
+    STRIDE: tl.constexpr = LANES * RUN * BITS // 64  # of runs, in 64-bit words
+    lane = tl.arange(0, WARPS * LANES) % LANES
+    words_ptr += lane * (RUN * BITS // 64)
     x = tl.full([WARPS * LANES], LOWER, tl.uint32)
     p = tl.full([WARPS * LANES], REGION, tl.int32)
     q = tl.full([WARPS * LANES], NOTES, tl.int32)
@@ -219,9 +258,8 @@ def code_kernel(
     tl.store(head_ptr + 1 + lane, x.to(tl.int16))
     tl.store(head_ptr + 1 + LANES + lane, (x >> 16).to(tl.int16))
     coded = REGION - p
-    counts_ptr += block - first_region
     tl.store(counts_ptr, coded, mask=lane == 0)
     tl.store(counts_ptr + span, NOTES - q, mask=lane == 0)
     words = coded + 2 * escaped
-    tl.store(ends_ptr + block + 1, words.to(tl.int64), mask=lane == 0)
-    tl.store(index_ptr + block, words.to(tl.int16), mask=lane == 0)
+    tl.store(end_ptr, words.to(tl.int64), mask=lane == 0)
+    tl.store(index_ptr, words.to(tl.int16), mask=lane == 0)

@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-import torch
+import numpy as np
 import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
-from neuzip.kernels.float_fields import FloatFormat
-from neuzip.kernels.rans.numbers import RUN
+from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN
+from neuzip.kernels.rans.triton.batch import (
+    ELEMENTS,
+    PLANES_AT,
+    Batch,
+    Planes,
+    array_of,
+    numel_of,
+    weights_of,
+    whole_of,
+    whole_runs,
+)
+from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of, starts_of
 
-INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""Signed dtypes by their bits."""
+_TILE = 256
+"""Runs of a program."""
 
 
-def plane_views(planes: dict[int, torch.Tensor], first: int) -> dict[str, Any]:
-    """The kernel's arguments for planes from weight `first` on, a multiple of whole runs."""
-    views = {f"p{width}_ptr": next(iter(planes.values())) for width in (32, 16, 8, 4, 2, 1)}
-    for width, plane in planes.items():
-        # Narrow planes are written by the run: `width` bytes at once.
-        number = INTEGERS[width if width >= 8 else 8 * width]
-        views[f"p{width}_ptr"] = plane[first * width // 8 :].view(number)
-    return views
+def write_planes(batch: Batch, planes: Sequence[Planes | None], mantissa_bits: int) -> None:
+    """Write the planes of those tensors of a batch that have some, of so many mantissa bits.
+
+    Its tails have to be filled.
+    """
+    has_planes = np.array([own is not None for own in planes])
+    whole = batch.whole * (BLOCK // RUN)
+    tails = whole_runs(batch.numels - batch.whole * BLOCK) // RUN
+    columns = batch.columns_with(planes)
+    for runs, is_tail in ((whole, False), (tails, True)):
+        starts = starts_of(np.where(has_planes, -(-runs // _TILE), 0))
+        if not starts[-1]:
+            continue
+        fmt = batch.fmt
+        launch(
+            _planes_kernel, (int(starts[-1]),),
+            batch.base, columns, on_device([starts], batch.device), batch.tails,
+            BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=mantissa_bits, IS_TAIL=is_tail,
+            STRIDE=batch.tails.shape[1], ELEMENT=ELEMENTS[fmt.bits], BLOCK=BLOCK, LANES=LANES, RUN=RUN,
+            TILE=_TILE, ENTRIES=ENTRIES, num_warps=4, device=batch.device,
+        )  # fmt: skip
 
 
-def write_planes(
-    bits: torch.Tensor, numel: int, views: dict[str, Any], fmt: FloatFormat, mantissa_bits: int
-) -> None:
-    """Write the fields of the first weights of `bits`, whole runs."""
-    if not numel:
-        return
-    runs = numel // RUN
-    launch(
-        _planes_kernel, (triton.cdiv(runs, 256),),
-        bits, runs=runs, **views,
-        BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=mantissa_bits, RUN=RUN, TILE=256, num_warps=4,
-        device=bits.device,
-    )  # fmt: skip
+_PLANES_AT = tl.constexpr(PLANES_AT)
 
 
 @triton.jit
@@ -58,14 +70,30 @@ def _packed(part, offs_in_run, WIDTH: tl.constexpr):
 
 @triton.jit
 def _planes_kernel(
-    bits_ptr, p32_ptr, p16_ptr, p8_ptr, p4_ptr, p2_ptr, p1_ptr, runs,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, KEPT: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
+    base_ptr, columns_ptr, starts_ptr, tails_ptr,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, KEPT: tl.constexpr, IS_TAIL: tl.constexpr,
+    STRIDE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    RUN: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
+    """Write the fields of a tile of a tensor's whole programs, or of its tail."""
     WIDTH: tl.constexpr = 1 + KEPT
-    offs_r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    planes_ptr = columns_ptr + _PLANES_AT * ENTRIES
+    row = row_of(starts_ptr, tl.program_id(0), ENTRIES)
+    number = tl.program_id(0) - tl.load(starts_ptr + row)
+    offs_r = number * TILE + tl.arange(0, TILE)
     offs_in_run = tl.arange(0, RUN)[None, :]
     offs = offs_r[:, None] * RUN + offs_in_run  # [TILE, RUN]
-    mask_r = offs_r < runs
+    before = whole_of(columns_ptr, row, ENTRIES) * (BLOCK // RUN)
+    if IS_TAIL:
+        left = numel_of(columns_ptr, row, ENTRIES) - before * RUN
+        mask_r = offs_r < (left + LANES * RUN - 1) // (LANES * RUN) * LANES
+        bits_ptr = tails_ptr + row * STRIDE
+        out_r = before + offs_r
+    else:
+        mask_r = offs_r < before
+        bits_ptr = weights_of(base_ptr, columns_ptr, row, ELEMENT, ENTRIES)
+        out_r = offs_r
+    out = out_r[:, None] * RUN + offs_in_run
     mask = mask_r[:, None]
     v = tl.load(bits_ptr + offs, mask=mask, other=0)
     if BITS < 64:
@@ -73,17 +101,27 @@ def _planes_kernel(
     sign = (v >> (BITS - 1)) & 1
     mantissa = (v >> (MANTISSA - KEPT)) & ((1 << KEPT) - 1)
     if WIDTH & 32:
-        tl.store(p32_ptr + offs, _plane_part(mantissa, sign, 32, KEPT).to(tl.int32), mask=mask)
+        part = _plane_part(mantissa, sign, 32, KEPT).to(tl.int32)
+        tl.store(array_of(base_ptr, planes_ptr, row, tl.int32) + out, part, mask=mask)
     if WIDTH & 16:
-        tl.store(p16_ptr + offs, _plane_part(mantissa, sign, 16, KEPT).to(tl.int16), mask=mask)
+        part = _plane_part(mantissa, sign, 16, KEPT).to(tl.int16)
+        tl.store(array_of(base_ptr, planes_ptr + 1 * ENTRIES, row, tl.int16) + out, part, mask=mask)
     if WIDTH & 8:
-        tl.store(p8_ptr + offs, _plane_part(mantissa, sign, 8, KEPT).to(tl.int8), mask=mask)
+        part = _plane_part(mantissa, sign, 8, KEPT).to(tl.int8)
+        tl.store(array_of(base_ptr, planes_ptr + 2 * ENTRIES, row, tl.int8) + out, part, mask=mask)
+    # Narrow planes are written by the run: as many bytes at once as a field has bits there.
     if WIDTH & 4:
         part = _packed(_plane_part(mantissa, sign, 4, KEPT), offs_in_run, 4)
-        tl.store(p4_ptr + offs_r, part, mask=mask_r)
+        tl.store(array_of(base_ptr, planes_ptr + 3 * ENTRIES, row, tl.int32) + out_r, part, mask=mask_r)
     if WIDTH & 2:
         part = _packed(_plane_part(mantissa, sign, 2, KEPT), offs_in_run, 2)
-        tl.store(p2_ptr + offs_r, part.to(tl.int16), mask=mask_r)
+        tl.store(
+            array_of(base_ptr, planes_ptr + 4 * ENTRIES, row, tl.int16) + out_r,
+            part.to(tl.int16),
+            mask=mask_r,
+        )
     if WIDTH & 1:
         part = _packed(_plane_part(mantissa, sign, 1, KEPT), offs_in_run, 1)
-        tl.store(p1_ptr + offs_r, part.to(tl.int8), mask=mask_r)
+        tl.store(
+            array_of(base_ptr, planes_ptr + 5 * ENTRIES, row, tl.int8) + out_r, part.to(tl.int8), mask=mask_r
+        )

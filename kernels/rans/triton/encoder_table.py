@@ -1,4 +1,4 @@
-"""A table as the encoder on a GPU reads it: for each key, what its symbol needs, in 64 bits."""
+"""The tables of a batch as the encoder on a GPU reads them: what the symbol of each key needs, in 64 bits."""
 
 from __future__ import annotations
 
@@ -8,45 +8,79 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
-import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
-from neuzip.kernels.float_fields import FloatFormat
-from neuzip.kernels.rans.cpu import fill_symbols
 from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import SCALE
-
-ROW = 256 + 6
-"""Entries from the facts of a pair to those of the pair with the next second exponent. Were it 256, all pairs
-with the same first exponent would lie in one bank of the first-level cache, and wait for each other."""
+from neuzip.kernels.rans.triton import device_table
+from neuzip.kernels.rans.triton.batch import ELEMENTS, Batch
+from neuzip.kernels.rans.triton.device_table import (
+    ADDEND,
+    ADDENDS,
+    FREQUENCIES_AT,
+    GROUP,
+    KEPT,
+    PALETTE_AT,
+    SHIFT,
+    SIZE,
+    START,
+    TABLE,
+)
+from neuzip.kernels.rans.triton.lists import ENTRIES
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class EncoderTable:
-    """A table as the encoder reads it, on the device.
+class EncoderTables:
+    """The tables of some tensors on the device, a row for each.
 
-    `facts`, int64, has those of the symbol of every key, with its escapes; `symbols`, int16, the symbols. A
-    key is an exponent, or a pair first | second << 8. `addends`: whether any symbol has one.
+    `tables`, int32, are explained in device_table.py. `facts`, int64, has those of the symbol of every key,
+    with its escapes; `symbols`, int16, the symbols. A key is an exponent, or a pair first | second << 8.
     """
 
-    table: Table
+    tables: torch.Tensor
     facts: torch.Tensor
     symbols: torch.Tensor
-    addends: bool
+
+    def row(self, number: int) -> EncoderTables:
+        """The table of one tensor."""
+        here = slice(number, number + 1)
+        return EncoderTables(self.tables[here], self.facts[here], self.symbols[here])
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device: 0.67 MB for pairs, 7 KB for single exponents of 8 bits."""
-        return sum(array.untyped_storage().nbytes() for array in (self.facts, self.symbols))
+        """Bytes on the device: 0.67 MB for each tensor, 35 KB if exponents have more than 8 bits."""
+        return sum(array.nbytes for array in (self.tables, self.facts, self.symbols))
 
 
-# What is known of a symbol, its facts, in 64 bits: a multiplier in the lower half; in the upper half its
-# start from bit 19 on, a shift from 15, the escapes at 13 and 14, an addend at 12, and below that SCALE less
-# its frequency.
-_START, _SHIFT, _ESCAPES, _ADDEND = 19, 15, 13, 12
+@dataclass(frozen=True)
+class HostTable:
+    """What the host knows of the table that a device made. `addends`: whether any symbol has one."""
+
+    words: npt.NDArray[np.int32]
+
+    @property
+    def group(self) -> int:
+        """Weights of a symbol."""
+        return int(self.words[GROUP])
+
+    @property
+    def kept_bits(self) -> int:
+        """Mantissa bits that any weight uses."""
+        return int(self.words[KEPT])
+
+    @property
+    def addends(self) -> bool:
+        """Whether a symbol is divided with an addend."""
+        return bool(self.words[ADDENDS])
+
+    def table(self) -> Table:
+        """Palette and frequencies."""
+        palette = self.words[PALETTE_AT : PALETTE_AT + int(self.words[SIZE])]
+        frequencies = self.words[FREQUENCIES_AT:TABLE]
+        used = int(np.flatnonzero(frequencies)[-1]) + 1
+        return Table(self.group, palette.astype(np.uint16), frequencies[:used].astype(np.uint16))
 
 
 @cache
@@ -68,52 +102,44 @@ def division_facts() -> Ints:
     addend = (-power % d * d << 20 > power) & (f > 1)
     multiplier = np.where(f < 2, (1 << 32) - 1, np.where(addend, power // d, -(-power // d)))
     upper = (
-        np.where(f == 1, SCALE - 1, 0) << _START
-        | shift << _SHIFT
-        | addend.astype(np.int64) << _ADDEND
+        np.where(f == 1, SCALE - 1, 0) << START
+        | shift << SHIFT
+        | addend.astype(np.int64) << ADDEND
         | SCALE - f
     )
     return np.asarray(upper << 32 | multiplier)
 
 
-def symbol_facts(frequencies: Ints) -> tuple[Ints, bool]:
-    """The facts of all 256 symbols, and whether any has an addend."""
-    known = division_facts()[frequencies]
-    start = np.cumsum(frequencies) - frequencies
-    return known + (start << _START + 32), bool((known >> _ADDEND + 32 & 1).any())
+@cache
+def _divisions_on(device: torch.device) -> torch.Tensor:
+    """`division_facts` on a device, for ever: 32 KB."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(division_facts()).to(device)
 
 
-def encoder_table(table: Table, fmt: FloatFormat, device: torch.device) -> EncoderTable:
-    """Bring a table to the device."""
-    frequencies = np.zeros(256, np.int64)
-    frequencies[: table.frequencies.size] = table.frequencies
-    known, addends = symbol_facts(frequencies)
-    keys = 1 << 16 if table.group == 2 else 1 << fmt.exponent_bits
-    on_host = torch.empty(8 * 256 + 2 * (1 << 16), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_host.numpy()[: 8 * 256].view(np.int64)[:] = known
-    fill_symbols(
-        table.group, table.palette.astype(np.int64), frequencies, on_host.numpy()[8 * 256 :].view(np.uint16)
-    )
-    uploaded = on_host[: 8 * 256 + 2 * keys].to(device, non_blocking=True)
-    by_symbol, symbols = uploaded[: 8 * 256].view(torch.int64), uploaded[8 * 256 :].view(torch.int16)
-    facts = torch.empty(keys // 256 * ROW + 256, dtype=torch.int64, device=device)
+def make_tables(batch: Batch, counters: torch.Tensor, elsewhere: torch.Tensor) -> EncoderTables:
+    """Make the tables of a batch of what its census counted, on the device."""
+    fmt, n, device = batch.fmt, len(batch.bits), batch.device
+    length = max(256, 1 << fmt.exponent_bits)
+    keys = 1 << 16 if fmt.exponent_bits <= 8 else length
+    coding = keys // 256 * device_table.ROW + 256
+    tables = torch.empty(n, TABLE, dtype=torch.int32, device=device)
+    places = torch.empty(n, length + 32, dtype=torch.int32, device=device)
+    counts = torch.empty(n, length, dtype=torch.int64, device=device)
+    by_symbol = torch.empty(n, 256, dtype=torch.int64, device=device)
+    facts = torch.empty(n, coding, dtype=torch.int64, device=device)
+    symbols = torch.empty(n, keys, dtype=torch.int16, device=device)
     launch(
-        _spread_kernel, (triton.cdiv(keys, 1024),),
-        by_symbol, symbols, facts, keys, ESCAPES=_ESCAPES, ROW=ROW, TILE=1024, device=device,
+        device_table.table_kernel, (n,),
+        batch.base, batch.columns, counters, elsewhere, _divisions_on(device),
+        tables, places, counts, by_symbol,
+        EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, ELEMENT=ELEMENTS[fmt.bits], LENGTH=length,
+        ENTRIES=ENTRIES, num_warps=4 if length == 256 else 16, device=device,
     )  # fmt: skip
-    return EncoderTable(table, facts, symbols, addends)
-
-
-@triton.jit
-def _spread_kernel(
-    facts_ptr, symbols_ptr, coding_ptr, n, ESCAPES: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """The facts of the symbol of every key, with the escapes: one look-up in place of two."""
-    offs = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    symbol = tl.load(symbols_ptr + offs, mask=offs < n, other=0).to(tl.int64)
-    fact = tl.load(facts_ptr + (symbol & 0xFF))
-    tl.store(
-        coding_ptr + (offs + (offs >> 8) * (ROW - 256)),
-        fact | (symbol >> 8 & 3) << (32 + ESCAPES),
-        mask=offs < n,
-    )
+    launch(
+        device_table.spread_kernel, (n, keys // 1024),
+        tables, places, by_symbol, facts, symbols,
+        EXPONENT=fmt.exponent_bits, LENGTH=length, KEYS=keys, CODING=coding, TILE=1024, num_warps=4,
+        device=device,
+    )  # fmt: skip
+    return EncoderTables(tables, facts, symbols)
