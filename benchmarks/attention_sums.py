@@ -13,15 +13,14 @@ same rounding of P and V and sums in fp32: what the accumulator alone costs. Wit
 deviations of its layer are added to every channel of V: values as CogVideoX has them, of which we have none.
 
 `example` is one product of a row of P and a column of V, as Figure 6: the layer, head and channel of V with
-the largest mean in standard deviations, and the last query. It has the error of the running sum after each 32
-keys, as a share of the last sum, plain and smoothed. The mean of V, which smoothing adds in the end, is left
-out of both.
+the largest mean in standard deviations, and the last query. It has the errors of the running sum after each
+32 keys, with V plain and smoothed, in the unit of the output: sums are multiplied by the scales of P and V
+and divided by the sum of P. The mean of V, which smoothing adds in the end, is not in the sum.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -29,17 +28,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_accuracy import Call, Form, called
+from attention_accuracy import Call, called
 from record import Environment, Measurement, save
 from torch import Tensor
 
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.texts import read_text
 from neuzip.kernels.attention.accumulator import STEP, accumulate
-from neuzip.kernels.attention.reference import FLOAT8, LARGEST, means, quantize_values
+from neuzip.kernels.attention.reference import (
+    FLOAT8,
+    LARGEST,
+    Accumulator,
+    means,
+    quantize_values,
+    quantized_attention,
+)
 from neuzip.kernels.attention.similarity import similarity
 
-ACCUMULATORS = ("fp32", "two levels", "22 bits")
+ACCUMULATORS: tuple[Accumulator, ...] = ("fp32", "two levels", "22 bits")
 FIGURES = ("cosine", "relative_l1", "rmse", "error")
 
 
@@ -58,7 +64,7 @@ def main() -> None:
         max_tokens=arguments.window, device=arguments.device,
     )  # fmt: skip
     calls = [moved(call, arguments.offset) for call in called(baseline.model, baseline.reading, 0)]
-    rows = [measure(calls, name, smooth) for smooth in (False, True) for name in ACCUMULATORS]
+    rows = [row for smooth in (False, True) for row in measure(calls, smooth)]
     gpu = baseline.device.type == "cuda"
     environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=gpu, needs_commit=True)
     facts = {
@@ -77,24 +83,32 @@ def moved(call: Call, offset: float) -> Call:
     return Call.of(call.q, call.k, v, scale=call.scale, causal=call.causal)
 
 
-def measure(calls: Sequence[Call], accumulator: str, smooth: bool) -> dict[str, Any]:
-    """The figures of an accumulator over all layers; printed."""
-    options = {"bits": None, "smooth_v": smooth}
-    peer = Form("sums", "fp32", options)
-    form = dataclasses.replace(peer, name=accumulator, options=options | {"accumulator": accumulator})
-    found: list[dict[str, float]] = []
+def measure(calls: Sequence[Call], smooth: bool) -> list[dict[str, Any]]:
+    """A row for each accumulator over all layers, with V plain or smoothed; printed."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ACCUMULATORS}
     for call in calls:
         # In fp32, so that rounding of the output to bf16 hides nothing.
         q, k, v = (x.float() for x in (call.q, call.k, call.v))
-        out, wanted = (one(q, k, v, causal=call.causal, scale=call.scale) for one in (form, peer))
-        close = similarity(out, call.exact)
-        found.append({
-            "cosine": close.cosine, "relative_l1": close.relative_l1, "rmse": close.rmse,
-            "error": float((out - wanted).abs().sum() / wanted.abs().sum()),
-        })  # fmt: skip
-    figures = {name: statistics.fmean(one[name] for one in found) for name in FIGURES}
+        outs = {
+            name: quantized_attention(
+                q, k, v, bits=None, causal=call.causal, scale=call.scale, smooth_v=smooth, accumulator=name
+            )[0]
+            for name in ACCUMULATORS
+        }  # fmt: skip
+        for name, out in outs.items():
+            close, off = similarity(out, call.exact), (out - outs["fp32"]).abs().sum()
+            found[name].append({
+                "cosine": close.cosine, "relative_l1": close.relative_l1, "rmse": close.rmse,
+                "error": float(off / outs["fp32"].abs().sum()),
+            })  # fmt: skip
+    return [row(name, smooth, layers) for name, layers in found.items()]
+
+
+def row(accumulator: str, smooth: bool, layers: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Means and worst figures of an accumulator."""
+    figures = {name: statistics.fmean(one[name] for one in layers) for name in FIGURES}
     worst = {
-        f"worst_{name}": (min if name == "cosine" else max)(one[name] for one in found) for name in FIGURES
+        f"worst_{name}": (min if name == "cosine" else max)(one[name] for one in layers) for name in FIGURES
     }
     print(
         f"{accumulator:12} {'smoothed' if smooth else 'plain':9}",
@@ -114,25 +128,26 @@ def example(calls: Sequence[Call]) -> dict[str, Any]:
     call = calls[number]
     query = call.q[0, head * (call.q.shape[1] // call.k.shape[1]), -1].float()
     logits = (call.k[0, head].float() @ query) * call.scale
-    codes = ((logits - logits.max()).exp() * LARGEST["e4m3"]).to(FLOAT8["e4m3"]).double()[None]
+    p = (logits - logits.max()).exp()
+    codes = (p * LARGEST["e4m3"]).to(FLOAT8["e4m3"]).double()[None]
     sums = {}
     for name, x in (("plain", call.v.float()), ("smoothed", call.v.float() - means(call.v))):
-        column = quantize_values(x, "e4m3")[0][0, head, :, channel].double()[:, None]
-        sums[name] = errors(codes, column)
+        column, scale = quantize_values(x, "e4m3")
+        unit = float(scale[0, head, 0, channel]) / LARGEST["e4m3"] / float(p.sum())
+        sums[name] = errors(codes, column[0, head, :, channel].double()[:, None], unit)
     return {
         "layer": number, "head": head, "channel": channel, "mean_in_deviations": ratio,
-        "keys": codes.shape[1], **sums,
+        "mean": float(means(call.v)[0, head, 0, channel]), "keys": codes.shape[1], **sums,
     }  # fmt: skip
 
 
-def errors(row: Tensor, column: Tensor) -> dict[str, Any]:
+def errors(codes: Tensor, column: Tensor, unit: float) -> dict[str, Any]:
     """The last sum, exact and in 22 bits, and the error of the running sum after each instruction."""
-    ends = list(itertools.chain(range(STEP, row.shape[1], STEP), [row.shape[1]]))
-    exact = [float(row[:, :end] @ column[:end]) for end in ends]
-    short = [float(accumulate(row[:, :end], column[:end])) for end in ends]
+    ends = list(itertools.chain(range(STEP, codes.shape[1], STEP), [codes.shape[1]]))
+    exact = [unit * float(codes[:, :end] @ column[:end]) for end in ends]
+    short = [unit * float(accumulate(codes[:, :end], column[:end])) for end in ends]
     return {
         "exact": exact[-1], "in_22_bits": short[-1],
-        "largest_sum": max(map(abs, exact)),
         "errors": [one - other for one, other in zip(short, exact, strict=True)],
     }  # fmt: skip
 

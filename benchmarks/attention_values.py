@@ -36,6 +36,9 @@ from neuzip.eval.measures.texts import read_text
 
 NAMES = ("q", "k", "v")
 
+SHOWN = 96
+"""Tokens of the picture: more would make its file large."""
+
 
 def main() -> None:
     """Measure, draw, save."""
@@ -116,7 +119,7 @@ def draw(call: Call, layer: int, head: int) -> Any:
     from matplotlib.figure import Figure
 
     first = head * (call.q.shape[1] // call.k.shape[1])
-    q, k, v = call.q[0, first].float(), call.k[0, head].float(), call.v[0, head].float()
+    q, k, v = (x.float()[:SHOWN] for x in (call.q[0, first], call.k[0, head], call.v[0, head]))
     logits = (q @ k.mT * call.scale).masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), torch.nan)
     tensors: dict[str, Tensor] = {"Q": q, "K": k, "V": v, "S": logits}
     with style.context(["default", {"svg.hashsalt": "neuzip"}]):
