@@ -219,7 +219,9 @@ def report(runs: dict[str, list[Row]], name: str) -> None:
         },
     }  # fmt: skip
     what = "variants of Mix-LN and Pre-LN at equal tokens: perplexity, and what each layer is worth"
-    measurement = Measurement(Environment.read(first["environment"]), rows, facts)
+    # The runs may come from several commands; this one would make all of them.
+    environment = replace(Environment.read(first["environment"]), command=Environment.here().command)
+    measurement = Measurement(environment, rows, facts)
     print(f"saved {save(f'mix_ln_variants-{name}', what, measurement)}")
 
 
