@@ -9,7 +9,9 @@
         --held-tokens 16384                                         # --report --name mix_ln-small
     python benchmarks/mix_ln.py SCALED ... --embed-scale 50         # the control: mix_ln-small-scaled
     python benchmarks/mix_ln.py INIT ... --init scaled              # and Table 8's other control
-    python benchmarks/mix_ln.py HALF ... --alpha 0.5                # Table 5: half of Mix-LN is Post-LN
+    python benchmarks/mix_ln.py HALF ... --alpha 0.5                # half of Mix-LN is Post-LN
+
+mix_ln_variants.py trains the rows of Tables 5, 6 and 8 together.
 
 A run is one placement and one seed: the 71M recipe of the paper (mix_ln_recipes.py) with its learning rates,
 but fewer tokens, of $NEUZIP_DATA/train-mix.jsonl.gz, and the tokenizer of wikilm-26m, which has 8,192. What a
@@ -39,6 +41,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,7 @@ from neuzip.runtime.hf.norm_placement import (
     INITIALIZATIONS,
     PLACEMENTS,
     Initialization,
+    NormPlacementForCausalLM,
     Placement,
 )
 from neuzip.runtime.hf.tokenizer import load_tokenizer
@@ -74,7 +78,10 @@ TINY = Recipe(32, 48, 2, 4, steps=12, tokens=0, peak=3e-3)
 SMALL = Recipe(128, 344, 4, 12, steps=120, tokens=0, peak=1e-3)
 """As deep as the 71M recipe and a quarter as wide: minutes on a CPU."""
 
-OWN = {"tiny": TINY, "small": SMALL}
+NARROW = Recipe(64, 172, 2, 12, steps=120, tokens=0, peak=3e-3)
+"""As deep as the 71M recipe and an eighth as wide: half a minute on a CPU with a vocabulary of 1,024."""
+
+OWN = {"tiny": TINY, "small": SMALL, "narrow": NARROW}
 """Sizes that are not the paper's."""
 
 MAIN: tuple[Placement, ...] = ("pre", "post", "mix")
@@ -212,9 +219,10 @@ def read(text: Path, held_out: Path, tokenizer: Any, most_held: int) -> Texts:
 
 
 def one_run(
-    recipe: Recipe, placement: Placement, seed: int, settings: Settings, texts: Texts, path: Path, device: str
+    recipe: Recipe, placement: Placement, seed: int, settings: Settings, texts: Texts, path: Path,
+    device: str, examine: Callable[[NormPlacementForCausalLM], dict[str, Any]] = lambda model: {},
 ) -> dict[str, Any]:  # fmt: skip
-    """Train one model, and what is found."""
+    """Train one model, and what is found; `examine` adds figures of the trained model."""
     config = replace(recipe, post_norm_ratio=settings.alpha).config(
         placement, texts.vocab_size, embedding_scale=settings.embed_scale,
         initialization="plain" if placement == "deepnorm" else settings.initialization,
@@ -260,6 +268,7 @@ def one_run(
         "gradient_norms": {"first": first, "last": gradient_norms(model, probes, bf16=settings.bf16)},
         "seconds": seconds,
         "environment": environment.plain(),
+        **examine(model),
     }  # fmt: skip
 
 

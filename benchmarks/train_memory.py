@@ -1,6 +1,7 @@
 """Peak memory and speed of full-parameter training: vanilla, layer by layer (LOMO), and held compressed.
 
-    python benchmarks/train_memory.py llama-3-8b gpt-neo-2.7b llama-2-13b adamw bits resume    any of them
+    python benchmarks/train_memory.py llama-3-8b gpt-neo-2.7b llama-2-13b adamw bits resume activations
+                                                         any of them
     torchrun --nproc-per-node 2 benchmarks/train_memory.py two-gpus
     python benchmarks/train_memory.py --tiny            all of it on a CPU, to see that it runs
 
@@ -9,7 +10,7 @@ activation checkpointing, bf16). Vanilla is transformers' own forward pass, with
 torch.optim.SGD. LOMO is our trainer with plain arrays: the same code. "One buffer" decodes and codes in turn
 with the work, not beside it. "Again" is the same run a second time, to see whether runs repeat;
 "deterministic" is under torch's deterministic algorithms. All methods see the same batches, so that their
-losses can be compared.
+losses can be compared. The section "activations" has vanilla with and without checkpointing, on each model.
 Every section is put into the place of its last run in benchmarks/results/train_memory.json.
 """
 
@@ -49,6 +50,8 @@ METHODS = (
     "lomo", "lomo, again", "ours", "ours, one buffer", "vanilla", "vanilla, again", "lomo, deterministic",
     "ours, deterministic",
 )  # fmt: skip
+ALL_ACTIVATIONS = "vanilla, all activations"
+"""Vanilla without checkpointing: Figure 2 of the paper."""
 
 
 def shapes(tiny: bool) -> dict[str, PretrainedConfig]:
@@ -87,7 +90,7 @@ def shapes(tiny: bool) -> dict[str, PretrainedConfig]:
 def main() -> None:
     """Run the sections that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", help="names of models, adamw, bits, resume, two-gpus")
+    parser.add_argument("sections", nargs="*", help="models, activations, adamw, bits, resume, two-gpus")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on a CPU; nothing is saved")
     arguments = parser.parse_args()
     device = torch.device("cpu")
@@ -97,6 +100,7 @@ def main() -> None:
     configs = shapes(arguments.tiny)
     sections: dict[str, Callable[[], list[dict[str, Any]]]] = {
         **{name: lambda name=name: model_section(name, configs[name], device) for name in PAPER},
+        "activations": lambda: activations_section(configs, device),
         "adamw": lambda: adamw_section(configs["llama-3-8b"], device),
         "bits": lambda: bits_section(configs["llama-1b"], device),
         "resume": lambda: resume_section(configs["llama-1b"], device),
@@ -151,6 +155,22 @@ def model_section(name: str, config: PretrainedConfig, device: torch.device) -> 
     return found
 
 
+def activations_section(configs: dict[str, PretrainedConfig], device: torch.device) -> list[dict[str, Any]]:
+    """Vanilla that keeps the activations of all layers, and that computes them again, on all models."""
+    found: list[dict[str, Any]] = []
+    for name in PAPER:
+        for method in ("vanilla", ALL_ACTIVATIONS):
+            step, facts = stepper(method, made(configs[name], device), device)
+            for rows in ROWS:
+                found.append(
+                    {"model": name, "method": method, **facts, **timed(step, configs[name], rows, device)}
+                )
+                say(found[-1])
+            del step
+            free(device)
+    return found
+
+
 def steps_as_the_peer(row: dict[str, Any], before: list[dict[str, Any]]) -> int | None:
     """How many steps from the first on have the losses of the peer to the last bit; None without a peer.
 
@@ -176,7 +196,8 @@ def stepper(
 ) -> tuple[Step, dict[str, Any]]:
     """A function that trains on a batch."""
     if method.startswith("vanilla"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if method != ALL_ACTIVATIONS:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
 

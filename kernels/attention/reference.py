@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from neuzip.kernels.attention.accumulator import accumulate
+
 Granularity = Literal["token", "thread", "thread-hopper", "thread-ada", "warp", "block", "tensor"]
 """Which tokens of a head share a scale. Those of SageAttention2 (section 3.2) are named after its GPUs.
 
@@ -31,6 +33,16 @@ The kernels have "thread".
 """
 
 Format = Literal["e4m3", "e5m2", "int8", "fp16", "fp32"]
+
+Accumulator = Literal["fp32", "two levels", "22 bits"]
+"""How products of P and V are summed (SageAttention2, section 3.4).
+
+    fp32        in fp32
+    two levels  those of a block of keys in 22 bits from zero, the sums of blocks in fp32
+    22 bits     all in 22 bits; between blocks the sums are rescaled in fp32
+
+The kernels have two levels; the tests compare them with fp32.
+"""
 
 Q_BLOCK = 64
 """Queries that are smoothed by one mean."""
@@ -94,11 +106,15 @@ def quantized_attention(
     granularity: Granularity = "thread",
     p_format: Format = "e4m3",
     v_format: Format = "e4m3",
+    accumulator: Accumulator = "fp32",
 ) -> tuple[Tensor, Tensor]:
     """What the kernels compute, in fp32: output in q's dtype [B, Hq, Nq, D], log-sum-exp fp32 [B, Hq, Nq].
 
     `bits` 8, 4, or None for queries and keys that are not quantised. `smooth_q` None: with 4 bits only.
+    Raises ValueError for an `accumulator` of 22 bits without P and V in E4M3.
     """
+    if accumulator != "fp32" and (p_format, v_format) != ("e4m3", "e4m3"):
+        raise ValueError(f"accumulator is {accumulator!r}: it is that of products of E4M3, not of {p_format}")
     smooth_q = bits == 4 if smooth_q is None else smooth_q
     heads, scale, dtype = q.shape[1] // k.shape[1], _scale(q, scale), q.dtype
     q, k, v = (x.float() for x in (q, k, v))
@@ -139,9 +155,11 @@ def quantized_attention(
         finite = torch.where(largest[:, :, see].isneginf(), 0, largest[:, :, see])
         p, shrink = (logits - finite).exp(), (before - finite).exp()
         total[:, :, see] = total[:, :, see] * shrink + p.sum(-1, keepdim=True)
-        out[:, :, see] = out[:, :, see] * shrink + _rounded(p, p_format) @ v_codes[:, :, block]
+        out[:, :, see] = _weighted(out[:, :, see] * shrink, p, v_codes[:, :, block], p_format, accumulator)
 
     sees = total > 0
+    if accumulator != "fp32":
+        out = out / LARGEST[p_format]
     out = torch.where(sees, out / torch.where(sees, total, 1) * v_scale + v_mean, 0)
     lse = torch.where(sees, largest + total.log(), -torch.inf)
     if softcap is None:
@@ -233,6 +251,16 @@ def quantize_values(v: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
     scale = largest / LARGEST[kind]
     codes = torch.where(scale > 0, v / scale, 0)
     return (codes.round() if kind == "int8" else codes.to(FLOAT8[kind]).float()), scale
+
+
+def _weighted(before: Tensor, p: Tensor, v: Tensor, kind: Format, accumulator: Accumulator) -> Tensor:
+    """The sums after a block of keys; with 22 bits in units of P's codes, as the instruction has them."""
+    if accumulator == "fp32":
+        return before + _rounded(p, kind) @ v
+    codes = (p * LARGEST[kind]).to(FLOAT8[kind])
+    if accumulator == "two levels":
+        return before + accumulate(codes, v)
+    return accumulate(codes, v, before)
 
 
 def _rounded(p: Tensor, kind: Format) -> Tensor:

@@ -39,6 +39,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     filter_eps: float | str | None = "auto",
     sort_vocabulary: bool = False,
+    drop_ignored: bool = False,
     workspace: int = WORKSPACE,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """F.cross_entropy(input @ linear_weight.T + linear_bias, target), without the logits in memory.
@@ -55,6 +56,9 @@ def linear_cross_entropy(
                    On a head whose softmax is spread out most tiles stay, and None is then the faster one
     sort_vocabulary  put the vocabulary in the order of mean logits first, so that fewer tiles are left; this
                    takes time of its own
+    drop_ignored   copy the tokens that count first, so that the forward pass multiplies no others. This waits
+                   for the GPU, to learn how many they are, and takes memory for the copy (Wijmans et al.
+                   2024, Table A1). The log-sum-exp of a token that is ignored is then 0
     workspace      bytes on a GPU beside inputs and gradients; more if N and D need it (see `gradients`)
 
     Loss and log-sum-exp are fp32 (fp64 for fp64), [..., T - shift] for "none", and 0 where ignored. The same
@@ -70,12 +74,18 @@ def linear_cross_entropy(
         moved[..., : tokens - shift] = target[..., shift:]
         target = moved
     flat = target.reshape(-1)
+    hidden, counted = input.reshape(flat.shape[0], input.shape[-1]), flat
+    places = (flat != ignore_index).nonzero()[:, 0] if drop_ignored else None
+    if places is not None:
+        hidden, counted = hidden.index_select(0, places), flat.index_select(0, places)
     tracked = [one for one in (input, linear_weight, linear_bias) if isinstance(one, Tensor)]
     nll, lse, _, _ = torch.ops.neuzip.linear_cross_entropy(
-        input.reshape(flat.shape[0], input.shape[-1]), *_weight_arguments(linear_weight), linear_bias, flat,
-        ignore_index, softcap, _filter(filter_eps, input.dtype), sort_vocabulary,
+        hidden, *_weight_arguments(linear_weight), linear_bias, counted, ignore_index, softcap,
+        _filter(filter_eps, input.dtype), sort_vocabulary,
         torch.is_grad_enabled() and any(one.requires_grad for one in tracked), return_lse, workspace,
     )  # fmt: skip
+    if places is not None:
+        nll, lse = (torch.zeros_like(flat, dtype=x.dtype).index_copy(0, places, x) for x in (nll, lse))
     nll, lse = nll.view(target.shape), lse.view(target.shape)
     if shift:
         nll, lse = nll[..., : tokens - shift], lse[..., : tokens - shift]

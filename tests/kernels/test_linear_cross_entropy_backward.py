@@ -6,6 +6,7 @@ fp64 than what torch gives in the same dtype, with all logits in memory.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +133,40 @@ def test_on_a_cpu_too(
     monkeypatch.setattr(loss_of, "LOGITS", 100 * 100)
     monkeypatch.setattr(loss_of, "ROWS", 100)
     Case(*shape, dtype, "cpu", True, 20.0).assert_as_good_as_torch(reduction)
+
+
+@pytest.mark.parametrize(
+    ("where", "ignored", "reduction"),
+    [("kernels", 0.4, "mean"), *itertools.product(["cpu"], [0.0, 0.4, 1.0], ["sum", "mean", "none"])],
+)
+def test_dropped_tokens_change_no_loss_and_no_gradient(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, ignored: float,
+    reduction: str,
+) -> None:  # fmt: skip
+    """And the head sees no other tokens."""
+    device = request.getfixturevalue("kernels") if where == "kernels" else torch.device("cpu")
+    case = Case(130, 257, 40, torch.float32, device, bias=True, softcap=20.0, ignored=ignored)
+    weights = torch.randn(130, generator=torch.Generator().manual_seed(0)).to(device)
+    seen, forward = [], loss_of._forward_on_gpu if where == "kernels" else loss_of._forward_on_cpu
+    monkeypatch.setattr(
+        loss_of, forward.__name__, lambda loss, *rest: seen.append(len(loss.hidden)) or forward(loss, *rest)
+    )
+
+    def found(drop: bool) -> list[torch.Tensor]:
+        inputs = case.inputs()
+        nll, lse = linear_cross_entropy(
+            inputs[0], inputs[1], case.target, linear_bias=inputs[2], softcap=case.softcap,
+            reduction=reduction, filter_eps=None, return_lse=True, drop_ignored=drop,
+        )  # fmt: skip
+        counts = case.target != -100
+        total = (nll * weights).sum() if reduction == "none" else nll
+        grads = torch.autograd.grad(total + (lse * weights)[counts].sum(), inputs)
+        assert not drop or not lse[~counts].any()
+        return [nll.detach(), lse.detach()[counts], *grads]
+
+    for dropped, kept in zip(found(True), found(False), strict=True):
+        torch.testing.assert_close(dropped, kept, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert seen == [int((case.target != -100).sum()), 130]
 
 
 def test_fp32_on_a_cpu_is_what_autograd_gives() -> None:

@@ -7,6 +7,15 @@ from collections.abc import Sequence
 
 from pages.layout import MODELS_READ, Document, load, table
 from pages.papers.items import Claim, PaperItem, PaperSection
+from pages.papers.mix_ln_variants import (
+    NAME,
+    figure_5,
+    figure_6b,
+    scaled_changes,
+    scaled_rows,
+    table_5,
+    table_6,
+)
 from pages.training import WINDOW
 
 PAPER_PERPLEXITIES = {
@@ -30,8 +39,8 @@ def mix_ln() -> PaperSection:
     """All tables and figures of the paper."""
     return PaperSection(
         "Mix-LN", "2412.13795",
-        (FIGURE_1, table_1(), figure_2(), figure_3(), FIGURE_4, TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6,
-         FIGURE_5, figure_6a(), FIGURE_6B, table_7(), table_8()),
+        (FIGURE_1, table_1(), figure_2(), figure_3(), FIGURE_4, TABLE_2, TABLE_3, TABLE_4, table_5(),
+         table_6(), figure_5(), figure_6a(), figure_6b(), table_7(), table_8()),
     )  # fmt: skip
 
 
@@ -170,8 +179,8 @@ def figure_3() -> PaperItem:
          Claim("Post-LN: gradient norms are smaller in the first half of the layers",
                early(norms["post"]) < late(norms["post"]))],
         "angular distances and drops by layer",
-        "The table has gradient norms at the first step of the 71M recipe, means of three seeds. Post-LN's "
-        "are "
+        "Figures 5 and 6b have distances and drops, of narrower models. The table has gradient norms at the "
+        "first step of the 71M recipe, means of three seeds. Post-LN's are "
         "nearly equal there; they differ in the paper's direction at the end of training.",
     )  # fmt: skip
 
@@ -210,26 +219,6 @@ TABLE_4 = PaperItem(
     obstacle="ImageNet",
 )  # fmt: skip
 
-TABLE_5 = PaperItem(
-    "Table 5", "Perplexity by the share of Post-LN layers, 1B",
-    "0 %: 18.65; 16.7 %: 18.34; 25 %: 18.18; 33 %: 18.41; 41.7 %: 18.55; 50 %: 18.86; 100 %: 1434.",
-    note="`python benchmarks/mix_ln.py RUNS --placements mix --alpha 0.5` trains one. It needs a GPU.",
-)  # fmt: skip
-
-TABLE_6 = PaperItem(
-    "Table 6", "Perplexity of other norm placements, 250M",
-    "23.39 (Pre-LN), 24.82 (Admin), 23.10 (Group-LN), 23.26 (Sandwich-LN), 22.33 (Mix-LN).",
-    note="Sandwich-LN is implemented and was not trained. Admin and Group-LN are not implemented.",
-)  # fmt: skip
-
-FIGURE_5 = PaperItem(
-    "Figure 5", "Angular distances by layer with Pre-LN, Post-LN and Mix-LN, 130M",
-    "Mix-LN's deep layers differ most from one another.",
-    note="`neuzip layers` measures it on any model. [mix_ln.py](benchmarks/mix_ln.py) does not keep the "
-    "models that "
-    "it trains.",
-)  # fmt: skip
-
 
 def figure_6a() -> PaperItem:
     """Gradient norms by layer and placement."""
@@ -249,15 +238,6 @@ def figure_6a() -> PaperItem:
         + ", ".join(f"{unevenness[KEYS[name]]:.2f} ({name})" for name in ("Pre-LN", "Post-LN", "Mix-LN"))
         + ".",
     )  # fmt: skip
-
-
-FIGURE_6B = PaperItem(
-    "Figure 6b", "Drop of accuracy without one layer, 130M after fine-tuning",
-    "Mix-LN loses more than Pre-LN without one of its deep layers.",
-    note="`neuzip layers` measures the drop of a text's loss. The paper has the accuracy of ARC-easy, and "
-    "the models of "
-    "Figure 5.",
-)  # fmt: skip
 
 
 def table_7() -> PaperItem:
@@ -280,18 +260,25 @@ def table_8() -> PaperItem:
         for what, (pre, mix) in PAPER_SCALED.items()
     ]
     rows += [
-        ["ours, 4 M parameters", what, *(f"{mean(d, name):,.0f}" for name in ("pre", "mix")),
+        ["ours, 4 M parameters, seeds: 1", what, *(f"{mean(d, name):,.0f}" for name in ("pre", "mix")),
          f"{gains[what]:+.1f} %"]
         for what, d in ours.items()
     ]  # fmt: skip
+    rows += scaled_rows()
+    changes = scaled_changes()
+    claims = []
+    if {"no", "both"} <= changes.keys():
+        claims = [Claim("with both, Mix-LN's gain is smaller than without",
+                        abs(changes["both"]) < abs(changes["no"]))]  # fmt: skip
     return PaperItem(
         "Table 8", "Mix-LN and Pre-LN with scaled initialisation and scaled embedding",
         "With both, the gain of Mix-LN nearly vanishes.",
         table(("model", "scaled", "Pre-LN", "Mix-LN", "change"), rows),
-        ("mix_ln-small", "mix_ln-small-scaled"),
-        missing="scaled initialisation, more than one seed, and the 130M model",
-        note="Our models are tiny, train for 120 steps of 2 windows and have one seed. The numbers point in "
-        "the paper's "
-        "direction, but one seed tests no conclusion. `--init scaled` is the other half of the table; it was "
-        "not run.",
+        ("mix_ln-small", "mix_ln-small-scaled", NAME),
+        claims,
+        missing="the 130M model" if claims else "three seeds of each row, and the 130M model",
+        note="Our models are tiny and train for 120 steps of 2 windows. The embedding is multiplied by 50. "
+        "The first weights of the layers that write to the stream are divided by the square root of twice "
+        "the number of layers. Perplexities of 4 M parameters are those of a vocabulary of 8,192, the others "
+        "of 1,024.",
     )  # fmt: skip

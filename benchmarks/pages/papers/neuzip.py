@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from pages.layout import MODELS_READ, Document, linked, load, table
-from pages.papers.items import Claim, PaperItem, PaperSection, at
+from pages.layout import MODELS_READ, Document, is_measured, linked, load, table
+from pages.papers.items import Claim, PaperItem, PaperSection, at, falling
 
 TRAINED = {"gpt-neo-2.7b": "GPT-Neo 2.7B", "llama-3-8b": "Llama-3 8B", "llama-2-13b": "Llama-2 13B"}
 
@@ -43,7 +43,7 @@ def neuzip() -> PaperSection:
     """All tables and figures of the paper."""
     return PaperSection(
         "NeuZip", "2410.20650",
-        (figure_1(), table_1(), FIGURE_2, TABLE_2, figure_3(), table_3a(), TABLE_3B, table_4(), figure_4(),
+        (figure_1(), table_1(), figure_2(), TABLE_2, figure_3(), table_3a(), TABLE_3B, table_4(), figure_4(),
          figure_5()),
     )  # fmt: skip
 
@@ -126,7 +126,8 @@ def table_1() -> PaperItem:
         "no validation loss. The GPU is an H100 (paper: A6000), and our steps have 1,024 tokens, so "
         "iterations "
         "per second do not compare with the paper's. LOMO is neuzip's own trainer with uncompressed weights. "
-        "Vanilla uses activation checkpointing. Losses were compared with deterministic algorithms, over 8 "
+        "Vanilla uses activation checkpointing; Figure 2 has vanilla without. "
+        "Losses were compared with deterministic algorithms, over 8 "
         "steps: "
         f"{linked('all rows', 'Training with compressed weights')}.",
     )  # fmt: skip
@@ -143,12 +144,44 @@ def relative(methods: dict[str, tuple[float, float, float] | None], name: str) -
     return f"{own[2] / lomo[2]:.2f}" if own and lomo else ""
 
 
-FIGURE_2 = PaperItem(
-    "Figure 2", "What each training method keeps in memory, for one linear layer",
-    "A drawing of vanilla, activation checkpointing, checkpointing with LOMO, and NeuZip.",
-    note="Table 1 measures three of these four methods. Vanilla without checkpointing was not run.",
-    drawn=True,
-)  # fmt: skip
+def figure_2() -> PaperItem:
+    """Memory of the methods that the paper draws."""
+    sections = load("train_memory")["sections"]
+    kept = sections.get("activations")
+    methods = ("vanilla, all activations", *TRAINING_METHODS)
+    peaks: dict[str, dict[str, float]] = {
+        model: {name: training_row(sections[model], name)["peak_gib"] for name in TRAINING_METHODS}
+        for model in TRAINED
+    }
+    if kept:
+        for model, peak in peaks.items():
+            peak[methods[0]] = at(kept, model=model, method=methods[0], tokens=1024)["peak_gib"]
+    lines = [
+        [title, *(shown_gib(peaks[model], name) for name in methods)] for model, title in TRAINED.items()
+    ]
+    heads = ("model", "vanilla, no checkpointing", "checkpointing", "checkpointing and LOMO", "NeuZip")
+    return PaperItem(
+        "Figure 2", "What each training method keeps in memory, for one linear layer",
+        "A drawing of vanilla, activation checkpointing, checkpointing with LOMO, and NeuZip: each keeps "
+        "less than the one before.",
+        table(heads, lines),
+        ("train_memory",),
+        [Claim(f"{title}: each method that was measured needs less memory than the one before",
+               falling([peak for name in methods if (peak := peaks[model].get(name)) is not None]))
+         for model, title in TRAINED.items()],
+        "one layer by itself" + ("" if kept else ", and vanilla without checkpointing"),
+        "Peak memory in GiB of steps of 1,024 tokens, of whole models and not of one layer."
+        + ("" if kept else " `python benchmarks/train_memory.py activations` measures vanilla without "
+           "checkpointing. It needs a GPU, and has not run yet."),
+    )  # fmt: skip
+
+
+def shown_gib(peaks: dict[str, float], name: str) -> str:
+    """The peak of a method: empty if it was not measured, and a word if it did not fit."""
+    if name not in peaks:
+        return ""
+    return "does not fit" if peaks[name] is None else f"{peaks[name]:.2f}"
+
 
 TABLE_2 = PaperItem(
     "Table 2", "Fine-tuning T5 1B, 3B and 11B for SQL, against QLoRA",
@@ -277,8 +310,41 @@ def table_4() -> PaperItem:
     )  # fmt: skip
 
 
+THROUGHPUT = "matrix_throughput"
+
+
 def figure_4() -> PaperItem:
-    """The throughput of compression."""
+    """The throughput of compression, by size where that was measured."""
+    name, shows = "Figure 4", "Throughput of compression and decompression by matrix size"
+    paper = (
+        "Eight curves in GiB/s: CPU offload and reload, quantisation and dequantisation, lossy and lossless "
+        "NeuZip, in both directions. The page that we read has no numbers."
+    )
+    if not is_measured(THROUGHPUT):
+        return at_two_sizes(name, shows, paper)
+    rows = load(THROUGHPUT)["results"]
+    sizes = list(dict.fromkeys(r["weights"] for r in rows))
+    speeds = {(r["by"], r["direction"], r["weights"]): r["gb_s"] for r in rows}
+    methods = list(dict.fromkeys((r["by"], r["direction"]) for r in rows))
+    lines = [
+        [f"{by}, {direction}", *(f"{speeds[by, direction, size]:,.1f}" for size in sizes)]
+        for by, direction in methods
+    ]
+    peers = {"NF4"} - {by for by, _ in methods}
+    return PaperItem(
+        name, shows, paper,
+        table(("GB/s of bf16", *(f"2^{size.bit_length() - 1} weights" for size in sizes)), lines),
+        (THROUGHPUT,),
+        (),
+        "the paper's GPU" + (", and NF4 of bitsandbytes" if peers else ""),
+        "Each figure is a call on an idle GPU. INT8 has a scale for each row of 1,024 weights. "
+        f"{linked('DFloat11 and nvCOMP', 'Lossless codec on a GPU')} were measured as well, with replayed "
+        "graphs.",
+    )  # fmt: skip
+
+
+def at_two_sizes(name: str, shows: str, paper: str) -> PaperItem:
+    """The throughput of neuzip's codec alone."""
     document = load("gpu_codec")
     of = {(r["row"], r["by"]): r for r in document["results"]}
     rows: list[Sequence[object]] = [
@@ -293,16 +359,15 @@ def figure_4() -> PaperItem:
     ]  # fmt: skip
     rows.append(["copy between CPU and GPU, the offload baseline", f"{document['link_gb_s']:,.0f}"])
     return PaperItem(
-        "Figure 4", "Throughput of compression and decompression by matrix size",
-        "Eight curves in GiB/s: CPU offload and reload, quantisation and dequantisation, lossy and lossless "
-        "NeuZip, in both directions. The page that we read has no numbers.",
+        name, shows, paper,
         table(("operation", "GB/s of bf16"), rows),
         ("gpu_codec",),
         (),
         "quantisation and dequantisation, lossy compression, and sizes other than 16 Mi and 235 M weights",
         f"{linked('DFloat11 and nvCOMP', 'Lossless codec on a GPU')} were measured as well. Compression is "
         "one "
-        "call, decompression a replayed graph.",
+        "call, decompression a replayed graph. `python benchmarks/matrix_throughput.py` measures all methods "
+        "at five sizes. It needs a GPU, and has not run yet.",
     )  # fmt: skip
 
 

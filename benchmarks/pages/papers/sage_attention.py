@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pages.layout import Document, linked, load, table
 from pages.papers.items import Claim, PaperItem, PaperSection, falling
+from pages.papers.sage_sums import figure_4, figure_6, table_6, table_7, tables_9_10
 
 PAPER_GRANULARITY = {
     "token": ((99.45, 0.0649, 0.0335), (96.76, 0.1916, 0.0775)),
@@ -45,9 +46,10 @@ def sage_attention() -> PaperSection:
     """All tables and figures of the paper."""
     return PaperSection(
         "SageAttention2", "2411.10958",
-        (FIGURE_1, FIGURE_2, table_1(), FIGURE_3, FIGURE_4, granularity(False), granularity(True),
-         figure_5(), formats(False), formats(True), FIGURE_6, TABLE_6, TABLE_7, TABLE_8, figure_7(),
-         speed("Figure 8", 64), speed("Figure 9", 128), FIGURE_10, FIGURE_11, TABLES_9_10, table_11()),
+        (FIGURE_1, FIGURE_2, table_1(), FIGURE_3, figure_4(), granularity(False), granularity(True),
+         figure_5(), formats(False), formats(True), figure_6(), table_6(), table_7(), TABLE_8, figure_7(),
+         speed("Figure 8", 64), speed("Figure 9", 128), speed("Figure 10", 256), FIGURE_11, tables_9_10(),
+         table_11()),
     )  # fmt: skip
 
 
@@ -133,12 +135,6 @@ FIGURE_3 = PaperItem(
     "A drawing: smooth, quantise, multiply, correct.",
     note="`kernels/attention/reference.py` has the same steps.",
     drawn=True,
-)  # fmt: skip
-
-FIGURE_4 = PaperItem(
-    "Figure 4", "Typical values of Q, K, V and S by token and channel",
-    "Q and K have channels with a large offset that all tokens share.",
-    note="[attention_accuracy.py](benchmarks/attention_accuracy.py) records only the means of each layer.",
 )  # fmt: skip
 
 
@@ -263,25 +259,6 @@ def average(document: Document, key: str) -> float:
     return statistics.fmean(r[key] for r in document["results"])
 
 
-FIGURE_6 = PaperItem(
-    "Figure 6", "Error of a product of P and V that is summed in 22 bits",
-    "Smoothing V removes the error that the short accumulator causes.",
-    note="It needs a kernel that exposes the accumulator of the FP8 instruction, on a GPU.",
-)  # fmt: skip
-
-TABLE_6 = PaperItem(
-    "Table 6", "Attention with a 22-bit accumulator, with and without smoothing of V",
-    "The page that we read has no numbers.",
-    note="The reference sums in fp32 and fp64. A kernel that exposes the accumulator is missing.",
-)  # fmt: skip
-
-TABLE_7 = PaperItem(
-    "Table 7", "Error of the FP8 matmul instruction by precision of the accumulated value",
-    "The accumulator has fewer bits than fp32. The page that we read has no numbers.",
-    note="It needs a GPU and one matrix instruction. The paper's instruction is that of Ada GPUs; Hopper's "
-    "differs.",
-)  # fmt: skip
-
 TABLE_8 = PaperItem(
     "Table 8", "The two kernels: 4 and 8 bits for Q and K",
     "Both have FP8 for P and V.",
@@ -316,23 +293,33 @@ def figure_7() -> PaperItem:
 
 
 def speed(name: str, width: int) -> PaperItem:
-    """The speed of kernels with one head size."""
-    results = [r for r in load("attention")["sections"]["kernels"]["results"] if r["width"] == width]
+    """The speed of kernels with one head size, of all lengths where they were measured."""
+    sections = load("attention")["sections"]
+    section = "lengths" if "lengths" in sections else "kernels"
+    results = [r for r in sections[section]["results"] if r["width"] == width]
+    shows = f"TOPS by length of the text, head size {width}, RTX 4090"
+    paper = (
+        "Both forms are faster than FlashAttention2 and xformers, and 4 bits are faster than 8. The page "
+        "that we read has the curves as pictures."
+    )
+    if not results:
+        return PaperItem(
+            name, shows, paper,
+            note="The kernels support this head size. `python benchmarks/attention.py --sections lengths` "
+            "times Figures 8 to 10 with all six lengths. It needs an H100 or H200, and has not run yet.",
+        )  # fmt: skip
     sides = ("SDPA, flash", "SDPA, cuDNN", "sageattention", "ours, 8 bits", "ours, 4 bits")
     cases = list(dict.fromkeys((r["tokens"], r["causal"]) for r in results))
     tops = {(r["tokens"], r["causal"], r["side"]): r["tops"] for r in results}
     rows = [
         [
             f"{tokens:,}{', causal' if causal else ''}",
-            *(f"{tops[tokens, causal, side]:,.0f}" for side in sides),
+            *(f"{value:,.0f}" if (value := tops.get((tokens, causal, side))) else "" for side in sides),
         ]
         for tokens, causal in cases
     ]
     return PaperItem(
-        name, f"TOPS by length of the text, head size {width}, RTX 4090",
-        "Both forms are faster than FlashAttention2 and xformers, and 4 bits are faster than 8. The page "
-        "that we "
-        "read has the curves as pictures.",
+        name, shows, paper,
         table(("tokens", "FlashAttention2 in torch", "cuDNN", "SageAttention 1", "neuzip, 8 bits",
                "neuzip, 4 bits"), rows),
         ("attention",),
@@ -340,9 +327,8 @@ def speed(name: str, width: int) -> PaperItem:
                all(faster(tops, case, "ours, 8 bits", "SDPA, flash") for case in cases)),
          Claim("4 bits are faster than 8 bits",
                all(faster(tops, case, "ours, 4 bits", "ours, 8 bits") for case in cases))],
-        "the RTX 4090, and four of six lengths",
-        "The GPU is an H200, which multiplies no 4-bit integers; Hopper's cuDNN is the strongest baseline "
-        "there.",
+        "the RTX 4090" + (", and four of six lengths" if section == "kernels" else ""),
+        "The GPU is a Hopper GPU, which multiplies no 4-bit integers; cuDNN is the strongest baseline there.",
         "an RTX 4090",
     )  # fmt: skip
 
@@ -352,22 +338,10 @@ def faster(tops: dict[tuple[int, bool, str], float], case: tuple[int, bool], sid
     return tops[case[0], case[1], side] > tops[case[0], case[1], than]
 
 
-FIGURE_10 = PaperItem(
-    "Figure 10", "TOPS by length of the text, head size 256, RTX 4090",
-    "As Figures 8 and 9.",
-    note="The kernels support head size 256; [attention.py](benchmarks/attention.py) does not time it yet.",
-)  # fmt: skip
-
 FIGURE_11 = PaperItem(
     "Figure 11", "TOPS by length of the text, head size 64, L20",
     "As Figure 8.",
     obstacle="an L20 GPU",
-)  # fmt: skip
-
-TABLES_9_10 = PaperItem(
-    "Tables 9 and 10", "Not on the page that we read",
-    "Unknown to us.",
-    note="The text of these tables is needed.",
 )  # fmt: skip
 
 
