@@ -325,6 +325,7 @@ def _write_model(
     import shutil
 
     from neuzip.compress import compress
+    from neuzip.compress.request import CompressRequest
 
     target = settings.output / MODEL
     if not settings.compress:
@@ -333,5 +334,6 @@ def _write_model(
     plain = settings.output / f"{MODEL}-plain"
     trainer.save(plain, like=like, resumable=False)
     if ranks.is_first:
-        compress(plain, target, overwrite=True, ternary=settings.ternary is not None)
+        rules = CompressRequest(ternary=settings.ternary is not None).to_rules()
+        compress(plain, target, rules, overwrite=True)
         shutil.rmtree(plain)
