@@ -473,6 +473,8 @@ def test_a_ternary_model_has_the_loss_that_training_printed(
     said = neuzip("train", write(**changes), "--json")
     assert said.exit_code == 0, said.stderr
     model, small = tmp_path / "out" / "model", tmp_path / "small"
+    again = neuzip("train", write(**changes), "--resume", "--json")
+    assert (again.json["steps"], again.json["eval_loss"]) == (4, said.json["eval_loss"])
     config = json.loads((model / "config.json").read_text())
     assert (config["model_type"], config["hidden_act"], config["hidden_size"]) == ("bitnet", "relu2", 64)
     assert config["neuzip"]["activations"] == "a4.8"
