@@ -82,7 +82,7 @@ class Size:
 
 SIZES = {
     "test": Size(BitNetRecipe(64, 64, 1, 1, 1.5e-3, 1e-3), 20, 2, 16, 64, "demo"),
-    "tiny": Size(BitNetRecipe(128, 384, 2, 4, 1.5e-3, 1e-3), 150, 4, 128, 8_192, "demo"),
+    "tiny": Size(BitNetRecipe(128, 384, 2, 4, 1.5e-3, 1e-3), 100, 4, 128, 8_192, "demo"),
     "30M": Size(BITNET["bitnet-a4.8-700m"].scaled(1 / 3), 600, 32, 256, 131_072, "wikilm-26m"),
 }
 """By name; "test" is for a test of this script, in which nothing can be seen."""

@@ -166,10 +166,12 @@ def _train(
     )
 
     rates, stages = settings.rates(), settings.stages()
+    if stages is not None:  # a run that has no steps left is evaluated as its last step was taken
+        set_activations(trainer.model, stages.activations_at(max(0, start - 1)))
 
     def step(number: int, lr: float) -> Figures:
         batch = windows.batch(number)
-        if stages is not None:
+        if stages is not None and number in (start, stages.first_hybrid_step):
             set_activations(trainer.model, stages.activations_at(number))
         loss = trainer.step(own.share(batch), lr, decay=rates.decays(number))
         figures: Figures = {"loss": loss, "tokens": batch[:, 1:].numel()}
@@ -325,6 +327,7 @@ def _write_model(
     import shutil
 
     from neuzip.compress import compress
+    from neuzip.compress.request import CompressRequest
 
     target = settings.output / MODEL
     if not settings.compress:
@@ -333,5 +336,6 @@ def _write_model(
     plain = settings.output / f"{MODEL}-plain"
     trainer.save(plain, like=like, resumable=False)
     if ranks.is_first:
-        compress(plain, target, overwrite=True, ternary=settings.ternary is not None)
+        rules = CompressRequest(ternary=settings.ternary is not None).to_rules()
+        compress(plain, target, rules, overwrite=True)
         shutil.rmtree(plain)

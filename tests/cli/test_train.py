@@ -157,13 +157,16 @@ def test_configurations_of_no_model_are_refused(
     assert str(path) in caught.value.message and problem in caught.value.message and caught.value.hint
 
 
+@pytest.mark.parametrize("ternary", [None, "b1.58"])
 def test_a_model_is_trained_from_scratch_to_a_container(
-    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, root: Path
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, root: Path, ternary: str | None
 ) -> None:
     demo = root / "eval/demo/checkpoint"
     config = {**json.loads((demo / "config.json").read_text()), "hidden_size": 32, "intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "head_dim": 8}))
-    path = write(model=None, scratch=str(tmp_path / "config.json"), tokenizer=str(demo), compress=True)
+    path = write(
+        model=None, scratch=str(tmp_path / "config.json"), tokenizer=str(demo), compress=True, ternary=ternary
+    )  # fmt: skip
     said = neuzip("train", path, "--json")
     assert said.exit_code == 0, said.stderr
     assert said.json["loss"] == pytest.approx(6.93, abs=0.3)  # ln 1024: it knows nothing yet
@@ -172,9 +175,12 @@ def test_a_model_is_trained_from_scratch_to_a_container(
         sorted(p.name for p in model.iterdir() if "neuzip" in p.name)
         and not (tmp_path / "out/model-plain").exists()
     )
+    from neuzip.runtime.bitlinear import bit_linears
     from neuzip.runtime.hf.load import load_model
 
-    assert load_model(model).config.num_hidden_layers == 2
+    loaded = load_model(model, residency="packed")
+    assert loaded.config.num_hidden_layers == 2
+    assert bool(bit_linears(loaded)) == bool(ternary)
 
 
 def test_what_is_there_is_not_overwritten(neuzip: Speak, write: Callable[..., Path], tmp_path: Path) -> None:
@@ -467,6 +473,8 @@ def test_a_ternary_model_has_the_loss_that_training_printed(
     said = neuzip("train", write(**changes), "--json")
     assert said.exit_code == 0, said.stderr
     model, small = tmp_path / "out" / "model", tmp_path / "small"
+    again = neuzip("train", write(**changes), "--resume", "--json")
+    assert (again.json["steps"], again.json["eval_loss"]) == (4, said.json["eval_loss"])
     config = json.loads((model / "config.json").read_text())
     assert (config["model_type"], config["hidden_act"], config["hidden_size"]) == ("bitnet", "relu2", 64)
     assert config["neuzip"]["activations"] == "a4.8"
