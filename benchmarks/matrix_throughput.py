@@ -39,10 +39,10 @@ COLUMNS = 1024
 """Weights of a row: those that share a scale in INT8."""
 
 MANTISSA_BITS = 7
-"""Of bf16."""
+"""Bits of bf16's mantissa."""
 
 KEPT_BITS = 3
-"""Of the lossy form: the paper's row with the least loss."""
+"""Bits of mantissa of the lossy form: the paper's row with the least loss."""
 
 WORST_NF4 = 0.2
 """Root of the mean square error of NF4 in standard deviations, at most."""

@@ -4,7 +4,7 @@
     python benchmarks/mix_ln_variants.py RUNS --name NAME --report       # train nothing
 
     python benchmarks/mix_ln_variants.py RUNS --name narrow --tokenizer eval/demo/checkpoint      # on a CPU
-    python benchmarks/mix_ln_variants.py RUNS --name 71M --size 71M --steps 480 --batch 32 --compile
+    python benchmarks/mix_ln_variants.py RUNS --name 71M --size 71M --steps 480 --batch 32
 
 Each variant of VARIANTS and each seed is a training run of mix_ln.py: the same text, order of windows, first
 weights and learning rates. RUNS keeps the runs, and a run that it has is not repeated.

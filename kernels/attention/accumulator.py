@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 MANTISSA_BITS = 13
-"""Of the accumulator, without the leading one."""
+"""Bits of the accumulator's mantissa, without the leading one."""
 
 STEP = 32
 """Products that an instruction adds to one accumulator."""

@@ -277,8 +277,7 @@ def table_8() -> PaperItem:
         ("mix_ln-small", "mix_ln-small-scaled", NAME),
         claims,
         missing="the 130M model" if claims else "three seeds of each row, and the 130M model",
-        note="Our models are tiny and train for 120 steps of 2 windows. The embedding is multiplied by 50. "
-        "The first weights of the layers that write to the stream are divided by the square root of twice "
-        "the number of layers. Perplexities of 4 M parameters are those of a vocabulary of 8,192, the others "
-        "of 1,024.",
+        note="Our models see few tokens: those of 4 M parameters 120 steps of 2 windows. The embedding is "
+        "multiplied by 50. The first weights of the layers that write to the stream are divided by the "
+        "square root of twice the number of layers. Figure 5 describes the other models.",
     )  # fmt: skip
