@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from neuzip.kernels.dtypes import names_for, pattern_dtypes
@@ -20,6 +22,8 @@ from neuzip.kernels.grid import Grid
 from . import CorruptStream
 from .model import Table
 from .numbers import BLOCK, LOW_BITS, RUN
+
+Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
@@ -191,7 +195,27 @@ class CodedTensor:
             if self.normaliser is None or self.normaliser.numel() < -(-self.numel // self.block_size):
                 raise CorruptStream("the normaliser is too short")
 
-    @property
+    @cached_property
+    def descriptor(self) -> Ints:
+        """What the decoder's kernels read of the tensor, int64 [COLUMNS].
+
+        Positions are addresses, and those of what a tensor does not have are 0. OUT and TENSOR are 0 too.
+        """
+        row = np.zeros(COLUMNS, np.int64)
+        row[WORDS_END], row[NUMEL] = self.words.data_ptr() + 2 * self.words.numel(), self.numel
+        row[NORMALISER] = 0 if self.normaliser is None else self.normaliser.data_ptr()
+        for width in self.widths:
+            row[PLANES + WIDTHS.index(width)] = self.planes[width].data_ptr()
+        if self.grid is not None:
+            own = self.grid.grid
+            row[ROW_FACTORS] = 0 if own.rows is None else own.rows.data_ptr()
+            row[COLUMN_FACTORS_AT] = 0 if own.columns is None else own.columns.data_ptr()
+            row[HAS_ROWS], row[STEP] = own.rows is not None, np.float32(own.step).view(np.int32)
+            row[ROW_WEIGHTS], row[CODE_BITS] = self.grid.row_weights, self.grid.code_bits
+            row[LOWEST], row[BEGIN] = lowest_code(self.table) or 0, self.grid.begin
+        return row
+
+    @cached_property
     def kind(self) -> Kind:
         """What a launch is compiled for."""
         grid = 0 if self.grid is None else self.grid.bits(self.table)

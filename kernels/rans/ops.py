@@ -240,10 +240,10 @@ class ResidentTensor:
         """Copy what a launch for the whole tensor needs to its place, and make the rows of chunks."""
         arrays = _arrays(self.memory, self.layout)
         for name in ("starts", "counts", "tables", "exponents"):
-            arrays[name].copy_(getattr(launch, name))
+            arrays[name].copy_(getattr(launch.arrays, name))
         places = {name: place.start for name, _, place in self.layout.arrays()}
         descriptors = self._descriptors
-        descriptors[:, : launch.descriptors.shape[1]] = launch.descriptors
+        descriptors[:, : launch.arrays.descriptors.shape[1]] = launch.arrays.descriptors
         host = torch.zeros(self.chunks, descriptors.shape[1], dtype=torch.int64)
         size = BLOCK * self.layout.format.bits // 8
         for number, row in enumerate(host):

@@ -32,7 +32,9 @@ from neuzip.kernels.packed_linear import ops
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.packed_linear.triton import linear, pack
 from neuzip.kernels.rans.coded import Kind
-from neuzip.kernels.rans.triton.decode import DecodeLaunch, compile_decoder, warps_of
+from neuzip.kernels.rans.coded_sample import coded_weights
+from neuzip.kernels.rans.triton import decode
+from neuzip.kernels.rans.triton.decode import compile_decoder
 from neuzip.runtime.kernel_prefetch import StepShape, _launch_step
 from neuzip.kernels.step.triton import step
 
@@ -79,11 +81,8 @@ hashes.append(None)
 kind = Kind(FORMATS["BF16"], 7, 2, 0)
 compile_decoder(kind, 10, True)
 hashes.append(None)
-wide, narrow, memory = (torch.zeros(16, dtype=t) for t in (torch.int64, torch.int32, torch.uint8))
-for ragged in (False, True):
-    warps = 1 if ragged else warps_of(kind, 10, memory.device)
-    DecodeLaunch(kind, ragged, warps, wide, wide, narrow, narrow, narrow, narrow[None]).start(
-        memory, memory, narrow)
+samples = [coded_weights(kind, runs, torch.device("cpu"))[0] for runs in (64, 3)]
+decode.decode(samples, [torch.zeros(one.numel, dtype=torch.int16) for one in samples])
 hashes.append(None)
 
 _launch_step(StepShape(576, 1536, 9, 3, 64, 4096, torch.bfloat16, True, True))

@@ -32,6 +32,9 @@ def see(function, code, kwargs):
     if "fragments" in name:
         for instruction in ("mma.sync", "movmatrix.sync", "shfl.sync"):
             check_lanes(code.asm["ttgir"], instruction)
+    if name == "code_kernel":  # lanes are threads, and runs of usual formats are read 16 bytes at a time
+        check_lanes(code.asm["ttgir"], "vote.sync")
+        assert kwargs["BITS"] != 16 or "ld.global.v2.b64" in code.asm["ptx"]
     if name.startswith(("decode_", "multiply_chosen")):
         check_lanes(code.asm["ttgir"], "vote.sync")
         own = sum(map(int, re.findall(r"[.]shared[^;]* memory.(\d+)", code.asm["ptx"])))
@@ -167,9 +170,38 @@ for kind, calls in (
 ):
     for parts, blocks in calls:
         decode_parts([CodedPart(kind, row, blocks, True)] * parts, [out] * parts)
+from neuzip.kernels.rans.coded_sample import coded_weights
+from neuzip.kernels.rans.triton.decode import decode
+for name, *numbers in (("BF16", 7, 2, 0), ("F32", 23, 1, 0), ("BF16", 0, 1, 0, 3)):
+    kind = Kind(FORMATS[name], *numbers)
+    for count in (1, 2):
+        coded = [coded_weights(kind, 3, torch.device("cpu"))[0]] * count
+        decode(coded, [torch.zeros(one.numel, dtype=torch.int16 if kind.fmt.bits == 16 else torch.int32)
+                       for one in coded])
 rows, places, programs = (torch.zeros(shape, dtype=torch.int64) for shape in ((1, 1, 2), 1, (1, 2)))
 chosen = ChosenLaunch(Kind(FORMATS["BF16"], 7, 2, 0), False, 8, out, rows, places, programs.int())
 decode_chosen([chosen], torch.zeros(1, dtype=torch.int32), 0, out, 16)
+print(json.dumps(shared))
+"""
+
+ENCODERS = """
+from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.rans.triton import batch, census, encode_blocks, encode_planes, encoder_table
+
+for name, warps in (("BF16", 4), ("F8_E4M3", 1), ("F32", 4), ("F64", 2)):
+    fmt = FORMATS[name]
+    several = [torch.zeros(n, dtype=batch.INTEGERS[fmt.bits]) for n in (1, warps * 16384 + 16)]
+    for bits in (several[:1], several):
+        own = batch.Batch(bits, fmt, warps)
+        tables = encoder_table.make_tables(own, *census.count(own, 256, 528))
+        encode_blocks.fill_tails(own, tables.tables)
+        index, rows = torch.zeros(int(own.blocks.sum()), dtype=torch.int16), range(len(bits))
+        for group, addends in ((2, False), (1, True))[fmt.exponent_bits > 8 :]:
+            blocks = encode_blocks.BlockCoder(own, tables, index, rows, group, addends, 0)
+            blocks.code(0)
+            blocks.gather(0, [torch.zeros(1, dtype=torch.int16)] * len(bits))
+        planes = [own.empty_planes(row, fmt.mantissa_bits) for row in rows]
+        encode_planes.write_planes(own, planes, fmt.mantissa_bits)
 print(json.dumps(shared))
 """
 
@@ -255,7 +287,8 @@ print(json.dumps(shared))
         (ATTENTION, 4),
         (KV, 5),
         (STEP, 3),
-        (DECODERS, 2),
+        (DECODERS, 6),
+        (ENCODERS, 7),
         (EXPERTS, 6),
         (POOL, 5),
         (FEEDBACK, 1),
@@ -267,6 +300,7 @@ print(json.dumps(shared))
         "keys and values",
         "steps",
         "decoders",
+        "encoders",
         "experts",
         "experts in a pool",
         "error feedback",

@@ -29,7 +29,7 @@ from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, TOGETHER, CodedTensor
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS
 from neuzip.kernels.rans.ops import ResidentTensor
 from neuzip.kernels.rans.triton import decode as triton_decode
-from neuzip.kernels.rans.triton import ring
+from neuzip.kernels.rans.triton import decode_arrays, ring
 from neuzip.kernels.rans.triton import stream as triton_stream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -329,7 +329,7 @@ def with_room(coded: CodedTensor, words: int) -> CodedTensor:
 def test_a_plan_is_brought_up_to_date(name: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words, fewer or more than before, at other places; and an output elsewhere, in turn."""
     if DEVICE.type == "cpu":  # where the index of a small tensor would be one tile
-        monkeypatch.setattr(triton_decode, "TILE", 1)
+        monkeypatch.setattr(decode_arrays, "TILE", 1)
     fmt = FORMATS[name]
     coded = with_room(code(weights(fmt, numel), fmt, fmt.mantissa_bits), 3 * numel + 300)
     (one, other), rooms = outputs([coded, coded], 0xA5)

@@ -22,6 +22,7 @@ from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, spli
 from neuzip.kernels.rans.numbers import BLOCK, SCALE
 from neuzip.kernels.rans.triton import census as triton_census
 from neuzip.kernels.rans.triton import device_table, encode_blocks, encode_planes, encoder_table, lists
+from neuzip.kernels.rans.triton import encode as triton_encode
 from neuzip.kernels.rans.triton.encode import GpuEncoded, Recoder, encode, encode_all
 
 BF16 = FORMATS["BF16"]
@@ -133,12 +134,20 @@ def test_more_exponents_than_a_palette(device: torch.device) -> None:
 
 
 def test_one_exponent_in_nearly_all_weights(device: torch.device) -> None:
-    """A frequency near SCALE, which is divided with an addend."""
+    """Frequencies near SCALE, and one that is divided with an addend."""
     bits = np.full(6000, 0x3F80, np.uint16)
     bits[::40] = 0x3F00
+    same_as_on_the_cpu(bits, BF16, device)
+    with_addend = np.flatnonzero(encoder_table.division_facts() >> 44 & 1)
+    share = int(with_addend[0]) * 3000 // SCALE
+    for pairs in range(share, 3000):  # that many of one exponent twice
+        bits = np.full(6000, 0x3F80, np.uint16)
+        bits[2 * pairs :] = 0x3F00
+        counted = census(bits, BF16)
+        if np.isin(rans.build_table(counted.exponents, counted.pairs).frequencies, with_addend).any():
+            break
     table = same_as_on_the_cpu(bits, BF16, device)
-    addends = encoder_table.division_facts() >> 44 & 1
-    assert addends[table.frequencies].any()
+    assert np.isin(table.frequencies, with_addend).any()
 
 
 @given(
@@ -196,6 +205,18 @@ def test_more_tensors_than_a_list_takes(device: torch.device) -> None:
         exponents, _ = split(bits, BF16, one.kept_bits)
         assert one.words.cpu().numpy().tobytes() == rans.encode(exponents, one.table).words.tobytes()
     assert encode_all([], BF16) == []
+
+
+def test_usual_tensors_are_coded_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched before the host knows the tables is right for them, and the host waits once."""
+    groups = []
+    monkeypatch.setattr(
+        triton_encode, "BlockCoder", lambda *a: groups.append(a[4:6]) or encode_blocks.BlockCoder(*a)
+    )
+    tensors = [on(device, gaussian(BF16, numel)) for numel in (600, 1200)]
+    assert [one.table.group for one in encode_all(tensors, BF16)] == [2, 2]
+    assert groups == [(2, False)]
+    assert not (encoder_table.division_facts()[:2048] >> 44 & 1).any()
 
 
 def test_streams_are_those_of_the_codec(device: torch.device) -> None:

@@ -28,8 +28,8 @@ ELEMENTS = {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}
 PLANE_WIDTHS = (32, 16, 8, 4, 2, 1)
 
 # Columns of a batch: where the weights are, how many they are, blocks in whole programs, blocks of the
-# tensors before, and where the planes are, by width. Places are bytes from the first tensor on: what is added to a
-# pointer that a launch is given keeps its alignment for the compiler, and an address as a number has none.
+# tensors before, and where the planes are, by width. Places are bytes from the first tensor on: what is added
+# to a pointer that a launch is given keeps its alignment for the compiler; an address as a number has none.
 BITS_AT, NUMEL, WHOLE, INDEX, PLANES_AT = range(5)
 
 Planes = dict[int, torch.Tensor]

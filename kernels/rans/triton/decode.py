@@ -19,7 +19,7 @@ tensor, planes by the number of weights. A block whose words do not add up is re
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -30,40 +30,32 @@ import triton.language as tl
 
 from neuzip.kernels.device.first_use import check_first_use
 from neuzip.kernels.device.launch import is_compiled, launch
-from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.coded import (
     ALIGNMENT,
-    BEGIN,
     COLUMN_FACTORS,
-    COLUMNS,
     CROSSING_ROWS,
-    LOWEST,
-    NUMEL,
     PATTERNS,
-    PLANES,
-    ROW_FACTORS,
-    TENSOR,
     TOGETHER,
     WIDE_PALETTE,
-    WIDTHS,
     ChosenLaunch,
-    CodedGrid,
     CodedPart,
     CodedTensor,
     Kind,
-    lowest_code,
 )
 from neuzip.kernels.rans.coded_sample import coded_weights
-from neuzip.kernels.rans.model import Table
-from neuzip.kernels.rans.numbers import BLOCK, LANES, RUNS, SCALE
+from neuzip.kernels.rans.numbers import BLOCK, LANES, RUNS
 from neuzip.kernels.rans.triton import stream as triton_stream
 from neuzip.kernels.rans.triton import stream_codes as triton_stream_codes
-from neuzip.kernels.rans.triton.decode_kernel import (
-    decode_blocks,
-    decode_chosen_kernel,
-    decode_parts_kernel,
-    extents_kernel,
+from neuzip.kernels.rans.triton.decode_arrays import (
+    DecodeArrays,
+    compile_arrays,
+    compile_programs,
+    make_arrays,
+    make_programs,
+    update_extents,
 )
+from neuzip.kernels.rans.triton.decode_kernel import decode_blocks, decode_chosen_kernel, decode_parts_kernel
+from neuzip.kernels.rans.triton.lists import MOST
 from neuzip.kernels.tuning import launch_for
 
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
@@ -71,20 +63,23 @@ _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 OPERATION, OPERATION_ON_GRID = "decoding rANS codes", "decoding quantized weights"
 """What is checked at its first use on a device: for floats, and for weights on a grid."""
 
-TILE = 2048
-"""Entries of an index that are summed up at a time."""
+FIRST = 8
+"""Tensors of the first launch of a call. Later ones have up to `lists.MOST`."""
 
 
 def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Decode all `tensors` into `outs`, in one launch or two for each kind of them.
+    """Decode all `tensors` into `outs`. Those of a kind share launches.
 
     `outs[i]` is contiguous, with elements of as many bits as the format has, as many as there are weights.
     Returns int32 `[len(tensors)]` on the device: not 0 for a tensor whose words are corrupt, of which any
     weight may be wrong then. Whoever waits for the device should call `coded.raise_if_corrupt`.
     """
-    plan = prepare(tensors, outs)
-    plan.launch()
-    return plan.errors
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int32)
+    errors = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].words.device)
+    for part, inp, out in _launches(tensors, outs, errors, None):
+        part.start(inp, out, errors)
+    return errors
 
 
 def streams(kind: Kind) -> bool:
@@ -109,19 +104,16 @@ class DecodeLaunch:
     kind: Kind
     ragged: bool
     warps: int
-    descriptors: torch.Tensor
-    starts: torch.Tensor
-    counts: torch.Tensor
-    tables: torch.Tensor
-    exponents: torch.Tensor
+    arrays: DecodeArrays
     programs: torch.Tensor
 
     def start(self, inp: torch.Tensor, out: torch.Tensor, errors: torch.Tensor) -> None:
         """Decode what lies around `inp` to where `out` begins. Marks corrupt tensors in `errors`."""
+        own = self.arrays
         launch(
             decode_blocks, (self.programs.shape[0],),
-            inp, out, self.starts, self.counts, self.descriptors, self.programs, self.tables,
-            self.exponents, errors, **_options(self.kind, self.ragged, self.warps), device=inp.device,
+            inp, out, own.starts, own.counts, own.descriptors, self.programs, own.tables, own.exponents,
+            errors, **_options(self.kind, self.ragged, self.warps), device=inp.device,
         )  # fmt: skip
 
 
@@ -132,12 +124,16 @@ def compile_decoder(kind: Kind, blocks: int, ragged: bool) -> None:
     """
     with torch.device("meta"):
         memory, errors = torch.empty(ALIGNMENT, dtype=torch.uint8), torch.empty(1, dtype=torch.int32)
-        wide, narrow = torch.empty(1, 1, dtype=torch.int64), torch.empty(1, 1, dtype=torch.int32)
+    arrays = compile_arrays(kind, _has_places(kind))
     full = [(False, warps_of(kind, blocks, memory.device))] if blocks else []
     for is_ragged, warps in [*full, *([(True, 1)] if ragged else [])]:
-        DecodeLaunch(kind, is_ragged, warps, wide, wide, narrow, narrow, narrow, narrow).start(
-            memory, memory, errors
-        )
+        programs = compile_programs(arrays, warps, is_ragged)
+        DecodeLaunch(kind, is_ragged, warps, arrays, programs).start(memory, memory, errors)
+
+
+def _has_places(kind: Kind) -> bool:
+    """Whether slots of the table hold two places in a palette."""
+    return streams(kind) or (bool(kind.grid) and kind.group == 2)
 
 
 @functools.cache
@@ -241,7 +237,7 @@ def decode_chosen(
 class DecodePlan:
     """All launches and what they need, on the device: `launch` can be captured in a CUDA graph."""
 
-    launches: list[tuple[DecodeLaunch, torch.Tensor, torch.Tensor]]
+    launches: list[Started]
     errors: torch.Tensor
     tensors: Sequence[CodedTensor]
     outs: Sequence[torch.Tensor]
@@ -269,13 +265,8 @@ class DecodePlan:
         if _memory_of(tensor) != _memory_of(before) or tensor.table is not before.table:
             raise ValueError("a tensor coded anew has another table, or lies elsewhere")
         if self.launches:
-            first, _, _ = self.launches[0]  # the ragged launch has the same arrays
-            launch(
-                extents_kernel, (1,),
-                tensor.index, first.starts, first.counts, first.descriptors, self.errors,
-                blocks=tensor.index.numel(), nbytes=2 * tensor.words.numel(), ALIGNMENT=ALIGNMENT,
-                TILE=TILE, num_warps=8, device=tensor.index.device,
-            )  # fmt: skip
+            first, inp, _ = self.launches[0]  # the ragged launch has the same arrays
+            update_extents(first.arrays, tensor, inp, self.errors)
         return replace(self, tensors=[tensor])
 
 
@@ -314,6 +305,36 @@ def prepare(
         errors = torch.zeros(len(tensors), dtype=torch.int32, device=device)
     if errors.shape != (len(tensors),) or errors.dtype != torch.int32 or errors.device != device:
         raise ValueError(f"errors are int32, one a tensor, where the tensors are: not {tuple(errors.shape)}")
+    launches = [*_launches(tensors, outs, errors, warps)]
+    return DecodePlan(launches, errors, list(tensors), list(outs))
+
+
+Started = tuple[DecodeLaunch, torch.Tensor, torch.Tensor]
+"""A launch, and what its inputs and outputs are counted from."""
+
+
+def _launches(
+    tensors: Sequence[CodedTensor],
+    outs: Sequence[torch.Tensor],
+    errors: torch.Tensor,
+    warps: int | None,
+) -> Iterator[Started]:
+    """The launches for tensors, one by one: a caller may start each while the host prepares the next."""
+    for numbers in _kinds(tensors, outs, warps).values():
+        for together in _together(numbers):
+            first = tensors[together[0]]
+            inp = next(iter(first.planes.values()), first.words.view(torch.uint8))
+            out = outs[together[0]].flatten().view(torch.uint8)
+            offsets = [outs[i].data_ptr() - out.data_ptr() for i in together]
+            for part in make_launches([tensors[i] for i in together], inp, offsets, together, errors, warps):
+                yield part, inp, out
+
+
+def _kinds(
+    tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps: int | None
+) -> dict[Kind, list[int]]:
+    """The numbers of the tensors of each kind that have weights. Raises ValueError, and WrongResults."""
+    device = tensors[0].words.device
     kinds: dict[Kind, list[int]] = {}
     for number, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
         _check_output(number, tensor, out)
@@ -326,17 +347,15 @@ def prepare(
             full = sum(tensors[i].numel // BLOCK for i in numbers)
             check = functools.partial(decodes_sample, kind, full, device, warps)
             check_first_use(OPERATION_ON_GRID if kind.grid else OPERATION, device, check)
-    launches = []
-    for numbers in kinds.values():
-        first = tensors[numbers[0]]
-        inp = next(iter(first.planes.values()), first.words.view(torch.uint8))
-        out = outs[numbers[0]].flatten().view(torch.uint8)
-        for part in make_launches(
-            [tensors[i] for i in numbers], inp, [outs[i].data_ptr() - out.data_ptr() for i in numbers],
-            numbers, errors, warps,
-        ):  # fmt: skip
-            launches.append((part, inp, out))
-    return DecodePlan(launches, errors, list(tensors), list(outs))
+    return kinds
+
+
+def _together(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Tensors that share launches: few at first, so that the device need not wait long for the host."""
+    size = FIRST
+    while numbers:
+        yield numbers[:size]
+        numbers, size = numbers[size:], MOST
 
 
 def decodes_sample(kind: Kind, full: int, device: torch.device, warps: int | None = None) -> bool:
@@ -360,142 +379,21 @@ def make_launches(
     errors: torch.Tensor,
     warps: int | None = None,
 ) -> list[DecodeLaunch]:
-    """The launches for tensors of one kind: the full blocks, and the ragged ones.
+    """The launches for at most `lists.MOST` tensors of one kind: the full blocks, and the ragged ones.
 
     Output `i` begins `out_offsets[i]` bytes after the one that the launch will be given, and `numbers[i]` is
     where it is marked in `errors`. Tensors whose index does not add up to their words are marked at once.
     """
     kind = tensors[0].kind
-    host = np.zeros((len(tensors), _FACTS), np.int64)
-    descriptors, words_at, n_words, blocks, first_block, frequencies, palettes = _columns(host)
-    base = inp.data_ptr()
-    for row, t in enumerate(tensors):
-        words = t.words.data_ptr() - base
-        normaliser = 0 if t.normaliser is None else t.normaliser.data_ptr() - base
-        descriptors[row, :PLANES] = (
-            out_offsets[row], words + 2 * t.words.numel(), t.numel, normaliser, numbers[row]
-        )  # fmt: skip
-        for width in t.widths:
-            descriptors[row, PLANES + WIDTHS.index(width)] = t.planes[width].data_ptr() - base
-        if t.grid is not None:
-            descriptors[row, ROW_FACTORS : BEGIN + 1] = _grid_facts(t.grid, t.table, base)
-        words_at[row], n_words[row], blocks[row] = words, t.words.numel(), t.index.numel()
-        frequencies[row, : t.table.frequencies.size] = t.table.frequencies
-        palettes[row, : t.table.palette.size] = t.table.palette
-    first_block[:] = np.cumsum(blocks) - blocks
-    full, n_blocks = descriptors[:, NUMEL] // BLOCK, int(blocks.sum())
-    is_ragged = blocks > full
+    full = np.array([t.numel // BLOCK for t in tensors], np.int64)
+    is_ragged = np.array([t.numel % BLOCK > 0 for t in tensors], np.int64)
     aligned = all(t.words.data_ptr() % ALIGNMENT == 0 for t in tensors)
     warps = warps or warps_of(kind, int(full.sum()), inp.device, aligned)
     if warps == triton_stream.WARPS and _is_streamed(kind) and not aligned:
         raise ValueError(f"{warps} warps a program take words that begin at multiples of {ALIGNMENT} bytes")
-    shares = ((full + warps - 1) // warps, warps, False), (is_ragged.astype(np.int64), 1, True)
-    sizes = [int(programs.sum()) for programs, _, _ in shares]
-
-    # From here on the device works, and nobody waits for it: one copy, and whatever follows from it.
-    facts = torch.from_numpy(host).to(inp.device, non_blocking=True)
-    descriptors, words_at, n_words, blocks, first_block, frequencies, palettes = _columns(facts)
-    counts = torch.cat([t.index for t in tensors]).to(torch.int32) & 0xFFFF
-    ends = torch.cumsum(counts, 0, dtype=torch.int64)
-    # The words of a tensor are counted from its first block on, not from that of the launch.
-    words_before = (ends - counts)[first_block]
-    owner = _repeat(blocks, n_blocks)
-    starts = 2 * (ends - counts - words_before[owner]) + words_at[owner]
-    unused = n_words - (ends[first_block + blocks - 1] - words_before)
-    errors[descriptors[:, TENSOR]] |= ((unused < 0) | (unused >= ALIGNMENT // 2)).int()
-    own = (
-        descriptors.contiguous(),
-        starts,
-        counts,
-        _slots(kind, frequencies, palettes, descriptors[:, LOWEST]),
-        _exponents_of(palettes, kind),
-    )
-    launches = []
-    for (_, width, ragged), size in zip(shares, sizes, strict=True):
-        if size:
-            numel = descriptors[:, NUMEL]
-            per_row = (numel % BLOCK != 0).long() if ragged else (numel // BLOCK + width - 1) // width
-            owner = _repeat(per_row, size)
-            before = torch.arange(size, device=inp.device) - (torch.cumsum(per_row, 0) - per_row)[owner]
-            first = numel[owner] // BLOCK if ragged else before * width
-            programs = torch.stack([owner, first, first_block[owner] + first], 1).to(torch.int32)
-            launches.append(DecodeLaunch(kind, ragged, width, *own, programs))
-    return launches
-
-
-_FACTS = COLUMNS + 4 + 256 + 256
-
-
-def _columns(facts: Any) -> tuple[Any, ...]:
-    """What is known of every tensor: its descriptor, four numbers, frequencies and palette."""
-    n = COLUMNS
-    return (
-        facts[:, :n],
-        *(facts[:, n + i] for i in range(4)),
-        facts[:, n + 4 : n + 260],
-        facts[:, n + 260 :],
-    )
-
-
-def _grid_facts(coded: CodedGrid, table: Table, base: int) -> tuple[int, ...]:
-    """Columns ROW_FACTORS to BEGIN of a descriptor, whose positions count from the address `base` on."""
-    rows, columns = coded.grid.rows, coded.grid.columns
-    return (
-        0 if rows is None else rows.data_ptr() - base,
-        0 if columns is None else columns.data_ptr() - base,
-        int(rows is not None),
-        int(np.float32(coded.grid.step).view(np.int32)),
-        coded.row_weights,
-        coded.code_bits,
-        lowest_code(table) or 0,
-        coded.begin,
-    )
-
-
-def _repeat(times: torch.Tensor, total: int) -> torch.Tensor:
-    """Each row's number as often as `times` says, `total` numbers."""
-    rows = torch.arange(times.numel(), device=times.device)
-    return torch.repeat_interleave(rows, times, output_size=total)
-
-
-def _slots(
-    kind: Kind, frequencies: torch.Tensor, palettes: torch.Tensor, lowest: torch.Tensor
-) -> torch.Tensor:
-    """For every tensor 4,096 slots: symbol | frequency << 8 | offset << 20.
-
-    Streamed floats, and codes in groups of 2: first place in the palette | frequency << 4 | second place
-    << 16 | offset << 20. A code in groups of 1 has its distance from the `lowest` in the place of its symbol,
-    but for wide palettes.
-    """
-    f = frequencies.reshape(-1)
-    symbol = _repeat(f, frequencies.shape[0] * SCALE)
-    offset = torch.arange(symbol.numel(), device=f.device) - (torch.cumsum(f, 0) - f)[symbol]
-    if streams(kind) or (kind.grid and kind.group == 2):
-        return _as_int32(symbol & 15 | f[symbol] << 4 | (symbol >> 4 & 15) << 16 | offset << 20)
-    low = symbol & 0xFF
-    if kind.grid and not kind.grid & WIDE_PALETTE:
-        low = (palettes - lowest[:, None]).reshape(-1)[symbol]
-    return _as_int32(low | f[symbol] << 8 | offset << 20)
-
-
-def _exponents_of(palettes: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """For every tensor the exponents of 256 symbols, shifted to where they stand in a weight or a pair.
-
-    Codes are not shifted, and the second of a pair stands in the upper half.
-    """
-    shift, stride = (0, 16) if kind.grid else _exponent_layout(kind.fmt)
-    if kind.group == 1:
-        return _as_int32(palettes << shift).reshape(-1)
-    symbol = torch.arange(256, device=palettes.device)
-    first, second = palettes[:, symbol & 15], palettes[:, symbol >> 4]
-    return _as_int32(first << shift | second << (shift + stride)).reshape(-1)
-
-
-def _exponent_layout(fmt: FloatFormat) -> tuple[int, int]:
-    """By how much the exponents of two neighbours are shifted: within a word if two weights share one."""
-    return (fmt.mantissa_bits, fmt.bits) if fmt.bits <= 16 else (0, fmt.bits // 4)
-
-
-def _as_int32(values: torch.Tensor) -> torch.Tensor:
-    """Numbers below 2^32 as int32 of the same bits."""
-    return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
+    arrays = make_arrays(kind, tensors, inp, out_offsets, numbers, errors, _has_places(kind))
+    return [
+        DecodeLaunch(kind, ragged, width, arrays, make_programs(arrays, width, ragged, shares))
+        for ragged, width, shares in ((False, warps, -(-full // warps)), (True, 1, is_ragged))
+        if shares.any()
+    ]

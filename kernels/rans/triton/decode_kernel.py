@@ -367,28 +367,3 @@ def _decode_floats(
     # That they are reported keeps the words that were touched from being optimised away.
     tensor = tl.load(own + _C_TENSOR)
     tl.atomic_or(errors + tensor + tl.zeros([L], tl.int32), 1 | touched.to(tl.int32) << 1, mask=bad)
-
-
-@triton.jit(do_not_specialize=["blocks", "nbytes"])
-def extents_kernel(
-    index_ptr, starts_ptr, counts_ptr, descriptors_ptr, errors_ptr, blocks, nbytes,
-    ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Where the blocks of a launch's only tensor start, and how many words they have, from its index.
-
-    The first goes on to start where it did. nbytes: of all words. One program does it all.
-    """
-    first = tl.load(starts_ptr)
-    start = first
-    for at in range(0, blocks, TILE):
-        offs = at + tl.arange(0, TILE)
-        mask = offs < blocks
-        count = tl.load(index_ptr + offs, mask=mask, other=0).to(tl.int32) & 0xFFFF
-        tl.store(counts_ptr + offs, count, mask=mask)
-        # Lengths of a tile add up in 32 bits.
-        tl.store(starts_ptr + offs, start + 2 * (tl.cumsum(count, 0) - count), mask=mask)
-        start += 2 * tl.sum(count)
-    unused = nbytes - (start - first)
-    tl.store(descriptors_ptr + _C_WORDS_END, first + nbytes)
-    number = tl.load(descriptors_ptr + _C_TENSOR)
-    tl.atomic_or(errors_ptr + number, ((unused < 0) | (unused >= ALIGNMENT)).to(tl.int32))

@@ -211,15 +211,10 @@ class _BatchEncoder:
         for row, (host, words) in enumerate(zip(self._host, self._words, strict=True)):
             first, numel = int(self._batch.before[row]), int(self._batch.numels[row])
             assert words is not None
+            index = self._index[first : first + int(self._batch.blocks[row])]
+            planes = {w: plane[: plane_bytes(w, numel)] for w, plane in self._planes[row].items()}
             results.append(
-                GpuEncoded(
-                    host.kept_bits,
-                    host.table(),
-                    self._tables.row(row),
-                    self._index[first : first + int(self._batch.blocks[row])],
-                    words,
-                    {width: plane[: plane_bytes(width, numel)] for width, plane in self._planes[row].items()},
-                )  # fmt: skip
+                GpuEncoded(host.kept_bits, host.table(), self._tables.row(row), index, words, planes)
             )
         return results
 

@@ -115,8 +115,9 @@ class BlockCoder:
         launch(
             code_kernel, (last - first,),
             batch.base, batch.columns, self._columns[2 if ragged else 1], self._columns[0],
-            batch.tails.view(torch.int64), tables.tables, tables.facts, tables.symbols, self._regions, self._notes, self._counts, self.ends,
-            self._index, first_program=first, first_region=first_region, span=self._span,
+            batch.tails.view(torch.int64), tables.tables, tables.facts, tables.symbols,
+            self._regions, self._notes, self._counts, self.ends, self._index,
+            first_program=first, first_region=first_region, span=self._span,
             BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits,
             GROUP=self._group, RAGGED=ragged, ADDENDS=self._addends, WARPS=warps,
             REGION=self._region, NOTES=NOTES, LANES=LANES, RUN=RUN, RUNS=RUNS, LOWER=LOWER,
@@ -139,7 +140,8 @@ class BlockCoder:
             launch(
                 _gather_kernel, (programs,),
                 batch.base, batch.columns, self._columns[0],
-                on_device([starts, places, capacities], batch.device), self._regions, self._notes, self._counts, self.ends,
+                on_device([starts, places, capacities], batch.device),
+                self._regions, self._notes, self._counts, self.ends,
                 first_block=at, first_word=first_word, span=self._span,
                 EXPONENT=batch.fmt.exponent_bits, MANTISSA=batch.fmt.mantissa_bits,
                 ELEMENT=ELEMENTS[batch.fmt.bits], BLOCK=BLOCK, REGION=self._region, NOTES=NOTES, RUN=RUN,

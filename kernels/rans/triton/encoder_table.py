@@ -94,6 +94,7 @@ def division_facts() -> Ints:
     is at most f / 2, and f * f / 2 * 2^20 <= 2^N because f <= 2^12.
 
     For f = 1 there is no such multiplier: 2^32 - 1 gives x - 1. A start larger by SCALE - 1 makes that good.
+    Nothing is divided by f = 0. Only frequencies above 2,048 have an addend.
     """
     f = np.arange(SCALE)
     d = np.maximum(f, 2)
@@ -105,7 +106,7 @@ def division_facts() -> Ints:
         np.where(f == 1, SCALE - 1, 0) << START
         | shift << SHIFT
         | addend.astype(np.int64) << ADDEND
-        | SCALE - f
+        | np.where(f > 0, SCALE - f, 0)
     )
     return np.asarray(upper << 32 | multiplier)
 
