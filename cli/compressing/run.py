@@ -168,7 +168,7 @@ def _compress_to_target(
             goal, path, options.dst, rules, scheme=request.scheme, calibration=str(request.calibration),
             block_size=block_size_of(request.block_size), text=text, sensitivity=request.sensitivity,
             device=options.device, jobs=options.jobs, overwrite=options.overwrite, dry_run=options.dry_run,
-            drop_layers=drop_layers, expert_use=request.expert_use,
+            drop_layers=drop_layers, expert_use=request.expert_use, import_models=import_large,
         )  # fmt: skip
         show_method(out, search)
     if options.dry_run:

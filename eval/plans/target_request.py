@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,15 +107,19 @@ def prepare_search(
     dry_run: bool = False,
     drop_layers: DropLayers = 0,
     expert_use: str | os.PathLike[str] = "auto",
+    import_models: Callable[[], None] = lambda: None,
 ) -> PreparedSearch:
     """Check a target, and load the original if plans are compared with it. Raises NeuzipError.
 
     `rules` say what may be rounded or quantised. Without a `text` nothing is measured. `calibration` is
-    "auto", "none" or a text. `expert_use` is "auto", "none" or a file.
+    "auto", "none" or a text. `expert_use` is "auto", "none" or a file. `import_models` is called before the
+    libraries of models are imported, if a text is given.
     """
     target = goal.target(0, 0)  # a slip of the pen is told before anything is read
     use = _requested_use(expert_use)
     document = None if text is None else read_text(text)
+    if document is not None:
+        import_models()
     from neuzip.eval.plans.plan_file import refuse_other_files
     from neuzip.eval.plans.plan_request import TargetRequest
     from neuzip.eval.plans.reach import predict_quantized_reach, predict_reach

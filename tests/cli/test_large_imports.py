@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from neuzip import cli
+from neuzip.cli.compressing import run
 from neuzip.cli.large_imports import import_large
+from neuzip.eval.demo import CHECKPOINT
 
 MODULE = """
 import gc
@@ -65,3 +68,12 @@ def test_every_command_that_runs_a_model_imports_it_so(root: Path) -> None:
     files = [path for path in sorted((root / "cli").rglob("*.py")) if ".loading()" in path.read_text()]
     others = {path.stem for path in files if "import_large()" not in path.read_text()}
     assert len(files) >= 11 and others == {"compress", "doctor", "export"}
+
+
+def test_a_target_imports_it_once_its_text_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A text that is missing is told at once."""
+    imported = list[str]()
+    monkeypatch.setattr(run, "import_large", lambda: imported.append("models"))
+    words = ["compress", str(CHECKPOINT), str(tmp_path / "small"), "--max-kld", "0.1", "--dry-run", "--quiet"]
+    assert cli.run([*words, "--text", str(tmp_path / "missing.txt")]) != 0 and not imported
+    assert cli.run([*words, "--calibration", "none", "--text", "demo"]) != 0 and imported == ["models"]
