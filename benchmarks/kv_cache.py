@@ -6,6 +6,7 @@
     python benchmarks/kv_cache.py demo eval/demo/checkpoint demo
     python benchmarks/kv_cache.py wikilm-26m $NEUZIP_DATA/wikilm-26m $NEUZIP_DATA/wikitext-2/wiki.test.raw
     python benchmarks/kv_cache.py smollm2-135m SMOLLM2 wiki.test.raw --max-tokens 32768 --forms all
+    python benchmarks/kv_cache.py wikilm-26m-long WIKILM wiki.test.raw --window 2000 --parts 8
 
 The result is benchmarks/results/kv_cache-NAME.json, written anew after each row. Every token attends to
 quantised keys and values, its own included; 16 stands for the checkpoint's own cache. Only the first N tokens
@@ -13,7 +14,7 @@ are predicted (10,000): the standard errors say what that is worth. "rotated" an
 takes; the others differ from "rotated" in what their names say. `stored_bits` are those of a key or value,
 everything included that a text of one window stores. `kld_by_part` are the mean divergences of the tokens of
 each of P equal parts of a window, in order: whether the loss drifts with the position, for which the window
-should be long.
+should be long. `must` and `stretch` are what a divergence should not exceed with so many stored bits.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from record import Environment, Measurement, save
 
+from neuzip.eval.measures.comparison import RememberingModel
 from neuzip.eval.measures.divergence import compare
 from neuzip.eval.measures.estimates import Values, exponential
 from neuzip.eval.measures.head import HeadedModel
@@ -39,6 +42,7 @@ from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import FORMS as NAMED_FORMS
 from neuzip.runtime.hf.kv_layers import HeadForm, KVLayer
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.kv_bits import KVBits, as_bits, in_short
 
 BITS = (8, 6, 4, 3, 2)
 ROTATED = NAMED_FORMS["rotated"]
@@ -49,11 +53,20 @@ FORMS: dict[str, HeadForm] = {
     "groups of 64": replace(ROTATED, key_group=64, value_group=64),
     "no center": replace(ROTATED, still_wavelength=math.inf),
     "center of all channels": replace(ROTATED, still_wavelength=0.0),
-    "center from a wavelength of 512": replace(ROTATED, still_wavelength=512.0),
+    "center from a wavelength of 1,024": replace(ROTATED, still_wavelength=1024.0),
     "center from a wavelength of 4,096": replace(ROTATED, still_wavelength=4096.0),
     "no whole tokens": replace(ROTATED, whole=0, still_wavelength=math.inf),
     "8 whole tokens": replace(ROTATED, whole=8),
 }
+
+TARGETS: dict[str, tuple[tuple[float, float, float, float], ...]] = {
+    "smollm2-135m": (
+        (8.0, 8.5, 0.0006, 0.0003), (4.5, 5.0, 0.015, 0.010), (4.0, 4.5, 0.022, 0.014),
+        (3.5, 4.0, 0.075, 0.050), (3.0, 3.5, 0.11, 0.07),
+    ),
+}  # fmt: skip
+"""By name of a result: targets of "rotated" from above so many stored bits to so many, the most nats a token
+and those of the stretch goal."""
 
 
 def main() -> None:
@@ -64,7 +77,9 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("--max-tokens", type=int, default=10_000)
     parser.add_argument("--window", type=int, help="tokens predicted in a window")
-    parser.add_argument("--bits", default=",".join(map(str, BITS)), help="as --kv-bits takes them")
+    parser.add_argument(
+        "--bits", default=",".join(map(str, BITS)), help="as --kv-bits takes them: 4,5/4,plan.json"
+    )
     parser.add_argument("--forms", default=",".join(NAMED_FORMS), help="names of forms, or all")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--parts", type=int, default=4, help="parts of a window, for the loss by position")
@@ -76,7 +91,7 @@ def main() -> None:
         window=arguments.window, max_tokens=arguments.max_tokens, device=arguments.device,
     )  # fmt: skip
     model = load_model(task.paths[0], task.dtype, task.device)
-    base = HeadedModel(model)
+    base = RememberingModel(model)
     environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=base.device.type == "cuda")
     reading = task.compared
     facts = {
@@ -88,8 +103,9 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     cases = [(None, "rotated"), *((b, form) for b in bits for form in forms)]
     for b, form in cases:
-        other = HeadedModel(model, kv_bits=b, kv_form=FORMS[form])  # type: ignore[arg-type]  # bits
-        rows.append(_measure(task, base, other, form, arguments.parts))
+        other = base if b is None else HeadedModel(model, kv_bits=as_bits(b), kv_form=FORMS[form])
+        row = _measure(task, base, other, form, arguments.parts)
+        rows.append(row | _aims(arguments.name, form, row["stored_bits"]))
         print("  ".join(f"{name} {_short(value)}" for name, value in rows[-1].items()), flush=True)
         path = save(f"kv_cache-{arguments.name}", what, Measurement(environment, rows, facts))
     print(f"saved {path}")
@@ -97,14 +113,14 @@ def main() -> None:
 
 def _measure(
     task: EvaluationTask, base: HeadedModel, other: HeadedModel, form: str, parts: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     reading = task.compared
     began = time.monotonic()
     paired = compare(base, other, reading.ids, reading.windows, reading.blocks)
     found = paired.summary()
     perplexity = exponential(found.other_nll)
     return {
-        "bits": other.kv_bits or 16,
+        "bits": _in_row(other.kv_bits) if isinstance(other.kv_bits, KVBits) else 16,
         "form": form if other.kv_bits else None,
         "stored_bits": _stored_bits(other, max(w.stop - w.start for w in reading.windows)),
         "perplexity": perplexity.value,
@@ -118,6 +134,21 @@ def _measure(
         "kld_by_part": _by_part(reading.windows, paired.kld, parts),
         "seconds": time.monotonic() - began,
     }
+
+
+def _in_row(bits: KVBits) -> int | str:
+    """Bits as a row of the result has them: 4, "5/4", or the mean of a plan."""
+    words = in_short(bits.layers)
+    return int(words) if words.isdigit() else words
+
+
+def _aims(name: str, form: str, stored_bits: float) -> dict[str, object]:
+    """The target of a row, if it has one."""
+    if form == "rotated":
+        for more_than, most, must, stretch in TARGETS.get(name, ()):
+            if more_than < stored_bits <= most:
+                return {"must": must, "stretch": stretch}
+    return {}
 
 
 def _by_part(windows: Sequence[TokenWindow], kld: Values, parts: int) -> list[float]:

@@ -18,22 +18,23 @@ def kv_cache(documents: dict[str, Document]) -> str:
     )
 
 
-def cache_rows(document: Document) -> dict[tuple[int, str | None], Row]:
+def cache_rows(document: Document) -> dict[tuple[int | str, str | None], Row]:
     """Rows of a quantised KV cache by bits and form; older rows have a span in place of the form."""
     older = {"absmax": "a4.8", "minmax": "a4.8 with an offset", None: None}
     rows = {}
     for r in document["results"]:
         form = r["form"] if "form" in r else older[r["span"]]
-        rows[r["bits"], form] = {**r, "stored_bits": r["stored_bits" if "form" in r else "bits_per_number"]}
+        stored_bits = r["stored_bits" if "form" in r else "bits_per_number"]
+        rows[r["bits"], form] = {"must": None, "stretch": None, **r, "stored_bits": stored_bits}
     return rows
 
 
-def default_form(rows: dict[tuple[int, str | None], Row]) -> str:
+def default_form(rows: dict[tuple[int | str, str | None], Row]) -> str:
     """The form that --kv-bits takes by itself, if it was measured."""
     return "rotated" if any(form == "rotated" for _, form in rows) else "a4.8"
 
 
-def cache_option(bits: int, form: str) -> str:
+def cache_option(bits: int | str, form: str) -> str:
     """The options of a row, as a user writes them."""
     return f"--kv-bits {bits}" if form == "rotated" else f"--kv-bits {bits} --kv-form {form}"
 

@@ -75,5 +75,5 @@ CONVERTED = ("demo", "wikilm-26m")
 
 def cached_models() -> dict[str, Document]:
     """Results of quantised KV caches by model, of those models that pages show."""
-    names = ("demo", "smollm2-135m")
+    names = ("smollm2-135m", "wikilm-26m", "demo")
     return {name: load(f"kv_cache-{name}") for name in names if is_measured(f"kv_cache-{name}")}
