@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pages.layout import Document, judged, render, slower
+from pages.layout import MODELS_READ, Document, judged, render, slower
 
 Row = dict[str, Any]
 
@@ -16,6 +16,28 @@ def kv_cache(documents: dict[str, Document]) -> str:
         {name: (d, cache_rows(d)) for name, d in documents.items()},
         list(documents.values()),
     )
+
+
+def kv_positions(document: Document) -> str:
+    """How the loss from a quantised KV cache changes along a text."""
+    rows = [(key, r) for key, r in cache_rows(document).items() if key[1] is not None]
+    parts = range(len(rows[0][1]["kld_by_part"]))
+    head = ["KV cache", "form", "KLD, mean", *(f"part {i + 1}" for i in parts)]
+    lines = [
+        (
+            f"`--kv-bits {bits}`",
+            form,
+            f"{r['kld']:#.2g}",
+            *(f"{part / r['kld_by_part'][0]:.2f}" for part in r["kld_by_part"]),
+        )
+        for (bits, form), r in rows
+    ]
+    return render("attention.kv_positions", document, MODELS_READ["wikilm-26m"], head, lines)
+
+
+def kv_forms(document: Document) -> str:
+    """Forms of a quantised KV cache that were tried."""
+    return render("attention.kv_forms", document, MODELS_READ["wikilm-26m"], cache_rows(document))
 
 
 def cache_rows(document: Document) -> dict[tuple[int | str, str | None], Row]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import re
 
-from pages.attention import attention, attention_accuracy, kv_attention, kv_cache
+from pages.attention import (
+    attention,
+    attention_accuracy,
+    kv_attention,
+    kv_cache,
+    kv_forms,
+    kv_positions,
+)
 from pages.codecs import codec, gpu_codec, memory
 from pages.layout import Document, anchor, is_measured, load, measured, render
 from pages.reliability import faults
@@ -57,6 +64,7 @@ def topics() -> dict[str, list[str]]:
         "attention": [
             *([kv_cache(models)] if (models := cached_models()) else []),
             *measured(
+                (("kv_cache-wikilm-26m-long",), kv_positions), (("kv_cache-wikilm-26m-forms",), kv_forms),
                 (("kv_attention",), kv_attention), (("attention",), attention),
                 (accuracy, attention_accuracy),
             ),
