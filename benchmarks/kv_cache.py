@@ -12,9 +12,9 @@ The result is benchmarks/results/kv_cache-NAME.json, written anew after each row
 quantised keys and values, its own included; 16 stands for the checkpoint's own cache. Only the first N tokens
 are predicted (10,000): the standard errors say what that is worth. "rotated" and "a4.8" are what --kv-form
 takes; the others differ from "rotated" in what their names say. `stored_bits` are those of a key or value,
-everything included that a text of one window stores. `kld_by_part` are the mean divergences of the tokens of
-each of P equal parts of a window, in order: whether the loss drifts with the position, for which the window
-should be long. `must` and `stretch` are what a divergence should not exceed with so many stored bits.
+everything included that a text of one window stores, with whole tokens in the checkpoint's dtype, whichever
+the model computes in here. `kld_by_part` are the mean divergences of the tokens of each of P equal parts of a
+window, in order: whether the loss drifts with the position, for which the window should be long. `must` and `stretch` are what a divergence should not exceed with so many stored bits.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.perplexity import EvaluationTask, prepare
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.measures.windows import TokenWindow
+from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import FORMS as NAMED_FORMS
 from neuzip.runtime.hf.kv_layers import HeadForm, KVLayer
@@ -101,10 +102,13 @@ def main() -> None:
     }  # fmt: skip
     what = "quality of a model whose keys and values are kept in few bits"
     rows: list[dict[str, object]] = []
+    window = max(w.stop - w.start for w in reading.windows)
+    own = load_config(task.paths[0]).dtype or model.dtype
     cases = [(None, "rotated"), *((b, form) for b in bits for form in forms)]
     for b, form in cases:
         other = base if b is None else HeadedModel(model, kv_bits=as_bits(b), kv_form=FORMS[form])
         row = _measure(task, base, other, form, arguments.parts)
+        row["stored_bits"] = _stored_bits(other, window, own)
         rows.append(row | _aims(arguments.name, form, row["stored_bits"]))
         print("  ".join(f"{name} {_short(value)}" for name, value in rows[-1].items()), flush=True)
         path = save(f"kv_cache-{arguments.name}", what, Measurement(environment, rows, facts))
@@ -122,7 +126,6 @@ def _measure(
     return {
         "bits": _in_row(other.kv_bits) if isinstance(other.kv_bits, KVBits) else 16,
         "form": form if other.kv_bits else None,
-        "stored_bits": _stored_bits(other, max(w.stop - w.start for w in reading.windows)),
         "perplexity": perplexity.value,
         "perplexity_standard_error": perplexity.standard_error,
         "nll_difference": found.nll_difference.value,
@@ -159,14 +162,16 @@ def _by_part(windows: Sequence[TokenWindow], kld: Values, parts: int) -> list[fl
 
 
 @torch.inference_mode()
-def _stored_bits(model: HeadedModel, window: int) -> float:
-    """What a cache for the tokens of a window takes, by the numbers that it stands for."""
+def _stored_bits(model: HeadedModel, window: int, own: torch.dtype) -> float:
+    """What a cache for the tokens of a window takes, by its numbers, if states have the dtype `own`."""
     if model.kv_bits is None:
-        return 8.0 * model.dtype.itemsize
+        return 8.0 * own.itemsize
     cache = KVCache(model.model.config, model.kv_bits, form=model.kv_form, max_length=window)
     model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
     held = [heads for layer in cache.layers if isinstance(layer, KVLayer) for heads in layer.heads]
-    return 8 * cache.nbytes / sum(math.prod(heads.words.shape[:3]) * heads.width for heads in held)
+    whole = sum(heads.first.nbytes for heads in held if heads.first is not None)
+    nbytes = cache.nbytes - whole + whole * own.itemsize / model.dtype.itemsize
+    return 8 * nbytes / sum(math.prod(heads.words.shape[:3]) * heads.width for heads in held)
 
 
 def _short(value: object) -> str:
