@@ -14,7 +14,8 @@ are predicted (10,000): the standard errors say what that is worth. "rotated" an
 takes; the others differ from "rotated" in what their names say. `stored_bits` are those of a key or value,
 everything included that a text of one window stores, with whole tokens in the checkpoint's dtype, whichever
 the model computes in here. `kld_by_part` are the mean divergences of the tokens of each of P equal parts of a
-window, in order: whether the loss drifts with the position, for which the window should be long. `must` and `stretch` are what a divergence should not exceed with so many stored bits.
+window, in order: whether the loss drifts with the position, for which the window should be long. `must` and
+`stretch` are what a divergence should not exceed with so many stored bits.
 """
 
 from __future__ import annotations
