@@ -192,7 +192,7 @@ def choose_kv_bits(
     """Choose the bits of the KV cache layer by layer: the fewest for a KL divergence of at most `max_kld`.
 
     `model` is what `load_model` returned, or a folder, or a Hub id, plain or compressed, which is loaded
-    dense on `device`. Keys and values of each layer get 8, 6, 4, 3 or 2 bits. The divergence, in nats per
+    dense on `device`. Keys and values of each layer get 8, 6, 5, 4, 3 or 2 bits. The divergence, in nats per
     token, is that of the model with the quantised cache from the same model with its own, on `text`, as in
     `evaluate`, and with its standard error added it is at most `max_kld`. `window` None is 1,024 tokens, or
     the model's maximum. `max_tokens` None uses the first 8,192 tokens of the text on a CPU, and 32,768 on a

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, get_args
 from neuzip.choices import KvForm
 from neuzip.errors import FormatError, NeuzipError, UsageError
 
-WIDTHS = (8, 6, 4, 3, 2)
+WIDTHS = (8, 6, 5, 4, 3, 2)
 """Bits from which `auto` chooses, the most first."""
 
 FEWEST, MOST = 1, 8

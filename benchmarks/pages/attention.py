@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pages.layout import Document, judged, render, slower
+from pages.layout import MODELS_READ, Document, judged, render, slower
 
 Row = dict[str, Any]
 
@@ -18,22 +18,45 @@ def kv_cache(documents: dict[str, Document]) -> str:
     )
 
 
-def cache_rows(document: Document) -> dict[tuple[int, str | None], Row]:
+def kv_positions(document: Document) -> str:
+    """How the loss from a quantised KV cache changes along a text."""
+    rows = [(key, r) for key, r in cache_rows(document).items() if key[1] is not None]
+    parts = range(len(rows[0][1]["kld_by_part"]))
+    head = ["KV cache", "form", "KLD, mean", *(f"part {i + 1}" for i in parts)]
+    lines = [
+        (
+            f"`--kv-bits {bits}`",
+            form,
+            f"{r['kld']:#.2g}",
+            *(f"{part / r['kld_by_part'][0]:.2f}" for part in r["kld_by_part"]),
+        )
+        for (bits, form), r in rows
+    ]
+    return render("attention.kv_positions", document, MODELS_READ["wikilm-26m"], head, lines)
+
+
+def kv_forms(document: Document) -> str:
+    """Forms of a quantised KV cache that were tried."""
+    return render("attention.kv_forms", document, MODELS_READ["wikilm-26m"], cache_rows(document))
+
+
+def cache_rows(document: Document) -> dict[tuple[int | str, str | None], Row]:
     """Rows of a quantised KV cache by bits and form; older rows have a span in place of the form."""
     older = {"absmax": "a4.8", "minmax": "a4.8 with an offset", None: None}
     rows = {}
     for r in document["results"]:
         form = r["form"] if "form" in r else older[r["span"]]
-        rows[r["bits"], form] = {**r, "stored_bits": r["stored_bits" if "form" in r else "bits_per_number"]}
+        stored_bits = r["stored_bits" if "form" in r else "bits_per_number"]
+        rows[r["bits"], form] = {"must": None, "stretch": None, **r, "stored_bits": stored_bits}
     return rows
 
 
-def default_form(rows: dict[tuple[int, str | None], Row]) -> str:
+def default_form(rows: dict[tuple[int | str, str | None], Row]) -> str:
     """The form that --kv-bits takes by itself, if it was measured."""
     return "rotated" if any(form == "rotated" for _, form in rows) else "a4.8"
 
 
-def cache_option(bits: int, form: str) -> str:
+def cache_option(bits: int | str, form: str) -> str:
     """The options of a row, as a user writes them."""
     return f"--kv-bits {bits}" if form == "rotated" else f"--kv-bits {bits} --kv-form {form}"
 

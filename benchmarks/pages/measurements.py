@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 
 from pages import quantised
-from pages.attention import attention, attention_accuracy, kv_attention, kv_cache
+from pages.attention import (
+    attention,
+    attention_accuracy,
+    kv_attention,
+    kv_cache,
+    kv_forms,
+    kv_positions,
+)
 from pages.codecs import codec, gpu_codec, memory
 from pages.layout import Document, anchor, is_measured, load, measured, render
 from pages.reliability import faults
@@ -65,6 +72,7 @@ def topics() -> dict[str, list[str]]:
         "attention": [
             *([kv_cache(models)] if (models := cached_models()) else []),
             *measured(
+                (("kv_cache-wikilm-26m-long",), kv_positions), (("kv_cache-wikilm-26m-forms",), kv_forms),
                 (("kv_attention",), kv_attention), (("attention",), attention),
                 (accuracy, attention_accuracy),
             ),
@@ -83,5 +91,5 @@ CONVERTED = ("demo", "wikilm-26m")
 
 def cached_models() -> dict[str, Document]:
     """Results of quantised KV caches by model, of those models that pages show."""
-    names = ("demo", "smollm2-135m")
+    names = ("smollm2-135m", "wikilm-26m", "demo")
     return {name: load(f"kv_cache-{name}") for name in names if is_measured(f"kv_cache-{name}")}

@@ -91,7 +91,7 @@ class BaselineComparison:
         self.residency = residency
         self.reading = read_tokens(path, text, window, max_tokens) if reading is None else reading
         self.model = load_model(path, self.dtype, self.device, attention=False) if model is None else model
-        self.base = _Remembering(self.model)
+        self.base = RememberingModel(self.model)
 
     @property
     def ids(self) -> torch.Tensor:
@@ -176,7 +176,7 @@ def read_tokens(
     return Tokenised(text, load_tokenizer(path), limit, max_tokens).read_for_comparison(window)
 
 
-class _Remembering(HeadedModel):
+class RememberingModel(HeadedModel):
     """A model that keeps its hidden states, and gives them again for the same tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
