@@ -1,17 +1,21 @@
 """Attention of one new token over keys and values in few bits, beside torch's over bf16, on one GPU.
 
-    python benchmarks/kv_attention.py [--rounds 30]
+    python benchmarks/kv_attention.py [--rounds 30] [--cases 1x32768,16x32768]
 
 Each side is what a layer calls: `kv_cache.attend`, both of its kernels, and scaled_dot_product_attention of
 torch with the queries of a head as its rows, as transformers calls it. `store` is what a step adds: keys
 and values of one token quantised and packed. Forms are those of a cache: rotated heads in groups,
 whose first four tokens are kept whole, and the plain one of BitNet a4.8. The calls of a case lie in one
 CUDA graph, each with keys and values of its own, so many that nothing is found in the L2. The sides take
-turns; times are medians of CUDA events. Whatever is further from fp64 on the same dequantised numbers than
-bf16 explains (0.5 %), or is not stored with the bits of torch on a CPU, is not timed: it ends the run.
-Kernels are compiled side by side before.
+turns; times are medians of CUDA events. Kernels are compiled side by side before.
 
-The result is benchmarks/results/kv_attention.json. The limit is the bytes read at the speed of a device copy.
+What is not right is not timed: it ends the run. Keys and values must be stored with the bits of torch on a
+CPU. The relative error of attention against fp64 on the same dequantised numbers must be at most 0.5 %, and at
+most 1.5 times that of torch's attention over these numbers in bf16. Random values average out, to 1/100 of
+their size over 32,768 tokens, so that an error which all of them have in common grows with a text's length.
+
+The result is benchmarks/results/kv_attention.json; with `--cases` nothing is saved. The limit is the bytes read
+at the speed of a device copy.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ FORMS = (
     ("rotated", 8), ("rotated", 4), ("rotated", 3), ("rotated", 2), ("a4.8", 8), ("a4.8", 4), ("a4.8", 3),
 )  # fmt: skip
 """Forms of a cache, and bits of its codes."""
-FARTHEST = 5e-3
+FARTHEST, FARTHER = 5e-3, 1.5
+"""The largest relative error, and the largest in units of the error of torch's attention."""
 AIMS = {(1, 32768): (3.0, 5.0), (16, 32768): (1.1, 2.0)}
 """By case the speedup that 4 bits must have, and the one that is better still."""
 
@@ -52,6 +57,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--cases", help="only these, TEXTSxTOKENS each, such as 1x32768,16x32768")
     parser.add_argument("--compile", help="compile the kernels of a form and bits only, such as rotated-4")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -61,13 +67,14 @@ def main() -> None:
             for texts in (1, 16):
                 case(texts, 4096, 1, ((form, int(bits)),))
         return
-    environment = Environment.here("neuzip-toolkit", "torch", "triton", gpu=True, needs_commit=True)
+    cases = CASES if arguments.cases is None else chosen_cases(arguments.cases)
+    environment = Environment.here("neuzip-toolkit", "torch", "triton", gpu=True, needs_commit=cases is CASES)
     run_side_by_side(str(Path(__file__)), [["--compile", f"{form}-{bits}"] for form, bits in FORMS])
     results: list[Row] = []
     with torch.cuda.stream(stream()):
         for form, bits in FORMS:
             check_stored(form, bits)
-        for texts, tokens in CASES:
+        for texts, tokens in cases:
             for row in case(texts, tokens, arguments.rounds, FORMS):
                 results.append(row)
                 print("  ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
@@ -76,8 +83,9 @@ def main() -> None:
         "queries": QUERIES, "heads": HEADS, "width": WIDTH, "rounds": arguments.rounds,
         "device_copy_gb_s": copy,
     }  # fmt: skip
-    path = save("kv_attention", __doc__.splitlines()[0], Measurement(environment, results, facts))
-    print(f"saved {path}")
+    if cases is CASES:
+        path = save("kv_attention", __doc__.splitlines()[0], Measurement(environment, results, facts))
+        print(f"saved {path}")
     for row in results:
         if row["bits"] == 4 and (row["texts"], row["tokens"]) in AIMS:
             must, stretch = AIMS[row["texts"], row["tokens"]]
@@ -87,6 +95,12 @@ def main() -> None:
             print(
                 f"{row['form']}, {row['texts']} texts: {row['speedup']:.2f}x, must {must}, {stretch}: {met}"
             )
+
+
+def chosen_cases(text: str) -> tuple[tuple[int, int], ...]:
+    """Texts and tokens of `1x32768,16x32768`."""
+    pairs = (case.split("x") for case in text.split(","))
+    return tuple((int(texts), int(tokens)) for texts, tokens in pairs)
 
 
 def shown(value: object) -> str:
@@ -108,10 +122,11 @@ def case(texts: int, tokens: int, rounds: int, forms: tuple[tuple[str, int], ...
         few = [packed(dense[0], form, bits, first)]
         few_bytes = sum(h.nbytes for h in few[0])
         few += [packed(dense[0], form, bits, first) for _ in range(copies(few_bytes) - 1)]
-        error = distance(query, few[0], first, options)
-        if not error <= FARTHEST:
+        error, torch_error = distances(query, few[0], first, options)
+        if not (error <= FARTHEST and error <= FARTHER * torch_error):
             raise SystemExit(
-                f"{texts} x {tokens} tokens, {form}, {bits} bits: relative error {error:.2e}, not timed"
+                f"{texts} x {tokens} tokens, {form}, {bits} bits: relative error {error:.2e}, not timed;"
+                f" torch's in bf16 {torch_error:.2e}"
             )
         new, last = states(texts, 1), length - 1
 
@@ -128,6 +143,7 @@ def case(texts: int, tokens: int, rounds: int, forms: tuple[tuple[str, int], ...
             {
                 "texts": texts, "tokens": tokens, "form": form, "bits": bits, "sdpa_us": theirs,
                 "attend_us": ours, "store_us": stored, "speedup": theirs / ours, "error": error,
+                "sdpa_error": torch_error,
                 "bytes": few_bytes, "bytes_bf16": plain_bytes, "gb_s_read": few_bytes / ours / 1e3,
                 "sdpa_gb_s_read": plain_bytes / theirs / 1e3,
             }
@@ -185,12 +201,17 @@ def check_stored(form: str, bits: int) -> None:
                 raise SystemExit(f"{form}, {bits} bits: {name} is not stored as on a CPU, nothing is timed")
 
 
-def distance(query: Tensor, heads: tuple[Heads, Heads], first: Tensor, options: dict[str, Any]) -> float:
-    """Of the first text's heads: the relative error in the 2-norm."""
+def distances(
+    query: Tensor, heads: tuple[Heads, Heads], first: Tensor, options: dict[str, Any]
+) -> tuple[float, float]:
+    """Relative errors in the 2-norm over the first text's heads: ours, and torch's over the same in bf16."""
     alone = [h.texts(lambda tensor: tensor[:1]) for h in heads]
     exact = reference.attend(query[:1].double(), *alone, first[:1], dtype=torch.float64, **options)
     result = kv_cache.attend(query, *heads, first, **options)[:1]
-    return float((result.double() - exact).norm() / exact.norm())
+    dense = [kv_cache.load(h, first[:1], torch.bfloat16) for h in alone]
+    by_torch = F.scaled_dot_product_attention(query[:1].view(1, HEADS, -1, WIDTH), *dense).view_as(result)
+    ours, theirs = (float((x.double() - exact).norm() / exact.norm()) for x in (result, by_torch))
+    return ours, theirs
 
 
 if __name__ == "__main__":

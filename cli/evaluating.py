@@ -94,9 +94,7 @@ def run(chosen: EvalOptions) -> None:
             f"--stride {chosen.stride} has no effect with --conventions {chosen.conventions}",
             "add strided to --conventions, or leave out --stride",
         )
-    request = requested(
-        chosen.kv_bits, chosen.kv_text, chosen.kv_plan, chosen.kv_form, chosen.overwrite
-    )
+    request = requested(chosen.kv_bits, chosen.kv_text, chosen.kv_plan, chosen.kv_form, chosen.overwrite)
     let_threads_sleep()
     out.loading()
     if chosen.device_map is None:

@@ -73,7 +73,9 @@ class KVBits:
             )
         return self.layers
 
-    def in_form(self, form: str | None, parameter: str = "kv_bits", form_parameter: str = "kv_form") -> KVBits:
+    def in_form(
+        self, form: str | None, parameter: str = "kv_bits", form_parameter: str = "kv_form"
+    ) -> KVBits:
         """These bits, for a cache of a form; None is a form without a name.
 
         Raises UsageError for bits that were chosen for another form.

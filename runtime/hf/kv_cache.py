@@ -143,19 +143,13 @@ class KVCache(Cache):
                 f"{name}: keeps no keys and values in the cache that it is given", "leave out `kv_bits`"
             )
 
-    def _not_readable(self, model: PreTrainedModel) -> str | None:
-        """Why no kernel reads what is packed, in words; None if one does."""
-        if self.form.heads != FORMS["a4.8"]:
-            return "attention over rotated heads has not been verified on a GPU yet"
-        return not_readable(model)
-
     @contextmanager
     def attention(self, model: PreTrainedModel) -> Iterator[None]:
         """Context in which the model's attention reads the packed cache directly, if a kernel supports the
         model. `how` says what happened.
         """
         if self._model is None or self._model[0]() is not model:
-            self._model = weakref.ref(model), self._not_readable(model)
+            self._model = weakref.ref(model), not_readable(model)
             refused = self._model[1]
             self.form.how = BY_A_KERNEL if refused is None else f"{DEQUANTISED}: {refused}"
         if self._model[1] is not None or self.form.reads_packed:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from neuzip.kernels import kv_cache
@@ -190,6 +191,75 @@ def test_logits_that_rise_and_fall_give_no_other_result(device: torch.device, mo
     query = torch.ones(2, 1, 64, dtype=torch.bfloat16)
     given = {"scaling": 0.5, "length": 96}
     assert distance(triton_fragments.attend, query, rooms, first, device, **given) < ERRORS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_memory_may_have_fewer_tokens_than_a_step(tokens: int, device: torch.device):
+    first = torch.tensor([0])
+    rooms = filled(1, 1, tokens, (64, 64), (4, 4), first, torch.bfloat16)
+    query = states(1, 2, 64, dtype=torch.bfloat16)
+    given = {"scaling": 0.05, "length": torch.tensor(tokens)}
+    assert distance(triton_fragments.attend, query, rooms, first, device, **given) < ERRORS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("group", [32, None], ids=["rotated", "plain"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_values_that_cancel_leave_no_error(bits: int, group: int | None, device: torch.device, monkeypatch):
+    """What remains of them is small, so that an error that all values have in common would be large."""
+    monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 2)
+    first = torch.tensor([-9])
+    half, rest = torch.randn(2, 1, 1, 48, 128, generator=torch.Generator().manual_seed(1))
+    values = torch.cat([half, 0.2 * rest - half], 2).bfloat16()
+    rooms = []
+    for size in (group, group and 64):
+        shape = 1, 1, 96, 128
+        heads = kv_cache.empty(shape, bits) if size is None else room(shape, bits, group=size, center=False)
+        torch_ops.store(heads, values, 0, first)
+        rooms.append(heads)
+    query = torch.zeros(1, 1, 128, dtype=torch.bfloat16)
+    exact = reference.attend(query.double(), *rooms, first, scaling=1.0, length=96, dtype=torch.float64)
+    assert exact.norm() < 0.02 * values.double().norm() / 96**0.5
+    given = {"scaling": 1.0, "length": 96}
+    assert distance(triton_fragments.attend, query, rooms, first, device, **given) < ERRORS[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("texts", [1, 16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [32, None], ids=["rotated", "plain"])
+def test_long_texts_are_attended_as_exactly_as_by_torch_in_bf16(
+    group: int | None, bits: int, texts: int, device: torch.device
+):
+    """Random values average out to 1/100 of their size: errors that do not average out would show.
+
+    torch multiplies the same numbers, dequantised to bf16.
+    """
+    tokens, width = 1 << 15, 128
+    shape = texts, 8, tokens, width
+    rounds = torch.Generator(device).manual_seed(0)
+    given = [torch.randn(shape, generator=rounds, device=device).bfloat16() for _ in range(2)]
+    given[0][..., width // 2 + 3] += 6
+    query = torch.randn(texts, 32, width, generator=rounds, device=device).bfloat16()
+    first = torch.zeros(texts, dtype=torch.int64, device=device)
+    rooms = [
+        kv_cache.empty(shape, bits, device=device)
+        if group is None
+        else room(shape, bits, group=size, center=size == 32, device=device)
+        for size in (32, 64)
+    ]
+    kv_cache.store(rooms, given, 0, first)
+    options: dict[str, Any] = {"scaling": width**-0.5, "length": torch.tensor(tokens, device=device)}
+    result = kv_cache.attend(query, *rooms, first, **options)
+    for text in {0, texts - 1}:
+        alone = [heads.texts(lambda tensor, text=text: tensor[text : text + 1]) for heads in rooms]
+        its = query[text : text + 1]
+        exact = reference.attend(its.double(), *alone, first[:1], dtype=torch.float64, **options)
+        dense = [kv_cache.load(heads, first[:1], torch.bfloat16) for heads in alone]
+        by_torch = F.scaled_dot_product_attention(its.view(1, 8, 4, width), *dense).view(1, 32, width)
+        ours, theirs = (
+            float((x.double() - exact).norm() / exact.norm()) for x in (result[text : text + 1], by_torch)
+        )
+        assert ours < theirs and ours < ERRORS[torch.bfloat16]
 
 
 @pytest.mark.gpu

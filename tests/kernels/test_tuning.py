@@ -51,7 +51,8 @@ def one_row(tiles: int, planes: int, lanes: int, processors: int) -> list[int]:
 
 
 def share_counts(tokens: int, programs: int, processors: int) -> list[int]:
-    count, shape = shares.share_count.__wrapped__, {"width": 128, "group": 4}
+    count = shares.share_count.__wrapped__
+    shape = {"width": 128, "group": 4, "rotated": True, "key_bits": 8, "value_bits": 8}
     return with_processors(  # type: ignore[no-any-return]
         shares, processors,
         lambda: [

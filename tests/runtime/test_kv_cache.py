@@ -682,9 +682,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
-def test_a_model_attends_by_the_kernel(model: PreTrainedModel, ids: Tensor, static: bool, monkeypatch):
-    expected = logits(model, ids, KVCache(model.config, 3, form="a4.8"), [20])
-    cache = KVCache(model.config, 3, max_length=24 if static else None, form="a4.8")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_attends_by_the_kernel(
+    form: Any, model: PreTrainedModel, ids: Tensor, static: bool, monkeypatch
+):
+    expected = logits(model, ids, KVCache(model.config, 3, form=form), [20])
+    cache = KVCache(model.config, 3, max_length=24 if static else None, form=form)
     before = model.config._attn_implementation
     with interpreted(monkeypatch) as calls, cache.attention(model):
         found = logits(model, ids, cache, [18, 1, 1])
@@ -887,17 +890,19 @@ def test_graphs_and_launches_give_the_same_tokens(
     found = [decoder.generate(ids.to(device), 30) for decoder in decoders]
     assert torch.equal(*found)
     assert [decoder.graphed for decoder in decoders] == [True, False]
-    if form == "a4.8":
-        assert {decoder.attention for decoder in decoders} == {BY_A_KERNEL}
+    assert {decoder.attention for decoder in decoders} == {BY_A_KERNEL}
     assert torch.equal(decoders[0].generate(ids.to(device), 30), found[0])
 
 
 @pytest.mark.gpu
-def test_a_gpus_logits_are_near_those_of_dense_attention(model: PreTrainedModel, ids: Tensor, device):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gpus_logits_are_near_those_of_dense_attention(
+    form: Any, model: PreTrainedModel, ids: Tensor, device
+):
     """Token by token through the kernel, against the prompt at once, in fp32."""
     model, ids = model.to(device), ids.to(device)
-    expected = logits(model, ids, KVCache(model.config, 3, form="a4.8"), [20])
-    cache = KVCache(model.config, 3, form="a4.8")
+    expected = logits(model, ids, KVCache(model.config, 3, form=form), [20])
+    cache = KVCache(model.config, 3, form=form)
     with cache.attention(model):
         found = logits(model, ids, cache, [5, *[1] * 15])
     assert cache.how == BY_A_KERNEL

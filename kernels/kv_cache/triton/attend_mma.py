@@ -12,10 +12,10 @@ words and scales of a step are in flight while the one before is computed.
 
 Operands are fp16 and sums fp32. Codes are exact in fp16. Queries are brought to its range by a power of two.
 Of keys, the products of a group are multiplied with its scale when they are summed, and what was added to
-codes is subtracted then. Of values, the scale is multiplied into the weight of a token, which is rounded then:
-nothing else is. A value is (code - 2^(bits - 1)) scale + middle, and the sum of weights times middles is
-an fp32 sum of its own: middles of few different numbers, once rounded to bf16, had errors that 32,768 tokens
-do not average out (a relative error of 7e-3 with 8 bits, where attention over bf16 has 3e-3).
+codes is subtracted then. Of values, the scale is multiplied into the weight of a token, which is rounded
+then: nothing else is. A value is (code - 2^(bits - 1)) scale + middle, and the sum of weights times middles
+is an fp32 sum of its own. Middles are few different numbers: rounded to bf16, they have errors that 32,768
+tokens do not average out (a relative error of 7e-3 with 8 bits, where attention over bf16 has 3e-3).
 
 The base of a query is such that its weights times scales fit into fp16. It is raised only when one exceeds it
 by 2^RISE, so that sums are seldom multiplied.
@@ -70,6 +70,7 @@ from neuzip.kernels.kv_cache.triton.shares import (
 )
 from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.quantizers.kv_groups import SCALE_UNIT
+from neuzip.kernels.tuning import launch_for
 
 STEP = 16
 """Tokens that a program takes at a time."""
@@ -112,8 +113,11 @@ def attend(
     batch, queries, width = query.shape
     group = queries_of_a_head(query, keys, values, first, mask)
     heads = queries // group
-    widest = max(width, values.width)
-    shares = _shares(keys.capacity, batch * heads, widest, group, query.device)
+    shape = {
+        "width": max(width, values.width), "group": group, "rotated": keys.group is not None,
+        "key_bits": keys.bits, "value_bits": values.bits,
+    }  # fmt: skip
+    shares = _shares(keys.capacity, batch * heads, query.device, shape)
     parts = ShareSums.empty(query, group, shares, values.width)
     stored = _with_a_step(keys), _with_a_step(values)
     numbers = [_together(heads) for heads in stored]
@@ -127,13 +131,15 @@ def attend(
         HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, TURN=turn_width(keys),
         **_constants("K", keys), **_constants("V", values), **_pieces(values), V_UNIT=_scale_unit(values),
         K_SCALES=numbers[0][0].shape[3], V_SCALES=numbers[1][0].shape[3],
-        COMPILED=is_compiled(_fragments_kernel), num_warps=1, pdl=True, device=query.device,
+        COMPILED=is_compiled(_fragments_kernel), num_warps=1,
+        maxnreg=launch_for("kv_cache.attend_mma", query.device, **shape)["registers"],
+        pdl=True, device=query.device,
     )  # fmt: skip
     return join(query, keys, values, first, parts, scaling=scaling, length=length, mask=mask)
 
 
-def _shares(tokens: int, programs: int, width: int, group: int, device: torch.device) -> int:
-    return share_count("kv_cache.attend_mma", tokens, programs, STEP, device, width=width, group=group)
+def _shares(tokens: int, programs: int, device: torch.device, shape: dict[str, int]) -> int:
+    return share_count("kv_cache.attend_mma", tokens, programs, STEP, device, **shape)
 
 
 def _arguments(heads: Heads, numbers: tuple[Tensor, Tensor | None]) -> tuple[Tensor | int | None, ...]:
@@ -186,41 +192,49 @@ def _pieces(values: Heads) -> dict[str, int]:
 
 
 @triton.jit
-def _load_step(
-    k_rows, ks_rows, kz_rows, v_rows, vs_rows, vz_rows, at, r, q,
-    K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_ROW: tl.constexpr, K_WIDTH: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_ROW: tl.constexpr, V_WIDTH: tl.constexpr,
-    V_SCALES: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
+def _load_keys(
+    rows, scale_rows, zero_rows, at, q,
+    WIDTHS: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of the 16 tokens from `at` on: keys, values, and scales and zero points of values.
+    """Keys of the tokens r and r + 8 behind `at`: words, scales and zero points.
 
-    Of keys, and of scales, the tokens r and r + 8; of words of values 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. `rows`
-    are where a thread's words and scales begin for `at` = 0.
+    `rows`, here and below, are where a thread's numbers of the first token begin.
     """
-    at = at.to(tl.int64)
     keys = ()
-    factors = ()
     for u in tl.static_range(2):
+        offset = at.to(tl.int64) * ROW + 8 * u * ROW
         words = ()
-        for j in tl.static_range((K_WIDTH + 31) // 32):
-            offset = at * K_ROW + 8 * u * K_ROW
-            words += (piece_words(k_rows, offset, q, 4 * j, 1, K_WIDTHS, K_COUNTS, 32 * j + 32 <= K_WIDTH),)
-        offset = at * K_SCALES + 8 * u * K_SCALES
-        scales = group_patterns(ks_rows, offset, K_SCALES)
-        keys += ((words, scales, scales if kz_rows is None else group_patterns(kz_rows, offset, K_SCALES)),)
-        offset = at * V_SCALES + 8 * u * V_SCALES
-        scales = group_patterns(vs_rows, offset, V_SCALES)
-        factors += ((scales, scales if vz_rows is None else group_patterns(vz_rows, offset, V_SCALES)),)
+        for j in tl.static_range((WIDTH + 31) // 32):
+            words += (piece_words(rows, offset, q, 4 * j, 1, WIDTHS, COUNTS, 32 * j + 32 <= WIDTH),)
+        scales, zeros = _load_factors(scale_rows, zero_rows, at, u, SCALES)
+        keys += ((words, scales, zeros),)
+    return keys
+
+
+@triton.jit
+def _load_factors(scale_rows, zero_rows, at, U: tl.constexpr, SCALES: tl.constexpr):
+    """Scales and zero points, the same where there are none, of the tokens r + 8 U behind `at`."""
+    offset = at.to(tl.int64) * SCALES + 8 * U * SCALES
+    scales = group_patterns(scale_rows, offset, SCALES)
+    return scales, scales if zero_rows is None else group_patterns(zero_rows, offset, SCALES)
+
+
+@triton.jit
+def _load_values(
+    rows, at, r,
+    WIDTHS: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
+    PIECES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Words of values of the tokens 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 behind `at`."""
     values = ()
     for u in tl.static_range(4):
-        offset = at * V_ROW + (8 * (u // 2) + u % 2) * V_ROW
+        offset = at.to(tl.int64) * ROW + (8 * (u // 2) + u % 2) * ROW
         pieces = ()
         for i in tl.static_range(PIECES):
-            full = 64 * CHUNKS * i + 64 * CHUNKS <= V_WIDTH
-            pieces += (piece_words(v_rows, offset, r, 8 * i, CHUNKS, V_WIDTHS, V_COUNTS, full),)
+            full = 64 * CHUNKS * i + 64 * CHUNKS <= WIDTH
+            pieces += (piece_words(rows, offset, r, 8 * i, CHUNKS, WIDTHS, COUNTS, full),)
         values += (pieces,)
-    return keys, values, factors
+    return values
 
 
 @triton.jit(do_not_specialize=["length_ptr", "capacity", "last_step"])
@@ -259,9 +273,7 @@ def _fragments_kernel(
     end = tl.minimum(begin + each, length)
     first = tl.load(first_ptr + text).to(tl.int32)
 
-    k_rows = plane_rows(
-        kw_ptr + text * stride_kwb + head * stride_kwh + r * K_ROW, q, 1, K_WIDTHS, K_COUNTS
-    )
+    k_rows = plane_rows(kw_ptr + text * stride_kwb + head * stride_kwh + r * K_ROW, q, 1, K_WIDTHS, K_COUNTS)
     v_rows = plane_rows(
         vw_ptr + text * stride_vwb + head * stride_vwh + 2 * q * V_ROW, r, CHUNKS, V_WIDTHS, V_COUNTS
     )
@@ -272,10 +284,11 @@ def _fragments_kernel(
     if mask_ptr is not None:
         mask_ptr += text * stride_mb
     # A step that memory does not hold whole begins earlier; its first tokens do not count again.
-    step = _load_step(
-        k_rows, ks_rows, kz_rows, v_rows, vs_rows, vz_rows, tl.minimum(begin, last_step), r, q,
-        K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES,
-        V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_SCALES, PIECES, CHUNKS,
+    at = tl.minimum(begin, last_step)
+    keys = _load_keys(k_rows, ks_rows, kz_rows, at, q, K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES)
+    values = _load_values(v_rows, at, r, V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, PIECES, CHUNKS)
+    factors = (
+        _load_factors(vs_rows, vz_rows, at, 0, V_SCALES), _load_factors(vs_rows, vz_rows, at, 1, V_SCALES),
     )  # fmt: skip
     k_extras = _extra_words(kf_ptr, text * stride_kfb + head * stride_kfh, q, 4, BLOCKS, 1, K_FIRST)
     v_extras = _extra_words(vf_ptr, text * stride_vfb + head * stride_vfh, r, 8, PIECES, CHUNKS, V_FIRST)
@@ -284,7 +297,9 @@ def _fragments_kernel(
     zero = tl.zeros([32], tl.float32)
     for n in tl.static_range(TILES):
         row = 8 * n + r
-        queries += (query_numbers(query_ptr + row * stride_qh, row < GROUP, q, K_WIDTH, TURN, HALF, COMPILED),)
+        queries += (
+            query_numbers(query_ptr + row * stride_qh, row < GROUP, q, K_WIDTH, TURN, HALF, COMPILED),
+        )
     unit, inverse = query_unit(queries)
     scaling *= inverse
     for n in tl.static_range(TILES):
@@ -302,14 +317,6 @@ def _fragments_kernel(
         weight_sums += (of_tile,)
 
     for begin_of_step in range(begin, end, _STEP):
-        keys, values, stored = step
-        at = tl.minimum(begin_of_step, last_step)
-        step = _load_step(
-            k_rows, ks_rows, kz_rows, v_rows, vs_rows, vz_rows,
-            tl.minimum(begin_of_step + _STEP, last_step), r, q,
-            K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES,
-            V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, V_SCALES, PIECES, CHUNKS,
-        )  # fmt: skip
         counts = counted(r + at, begin_of_step, end, first, WHOLE)
         is_first = r + at == first, r + at + 8 == first
         logits = key_products(
@@ -317,22 +324,30 @@ def _fragments_kernel(
             K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, COMPILED,
         )  # fmt: skip
         logits = masked_logits(logits, mask_ptr, r + at, counts, scaling, MASK_IS_BOOL)
-        scales = where_counted(stored[0][0], counts[0]), where_counted(stored[1][0], counts[1])
-        factors = value_factors(
-            scales, (stored[0][1], stored[1][1]), is_first,
+        after = tl.minimum(begin_of_step + _STEP, last_step)
+        keys = _load_keys(k_rows, ks_rows, kz_rows, after, q, K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES)
+        scales = where_counted(factors[0][0], counts[0]), where_counted(factors[1][0], counts[1])
+        scales = value_factors(
+            scales, (factors[0][1], factors[1][1]), is_first,
             V_GROUPS, V_BITS, vz_ptr is not None, vf_ptr is not None, COMPILED,
         )  # fmt: skip
-        scaled = with_largest_scale(logits, factors)
+        factors = (
+            _load_factors(vs_rows, vz_rows, after, 0, V_SCALES),
+            _load_factors(vs_rows, vz_rows, after, 1, V_SCALES),
+        )
+        scaled = with_largest_scale(logits, scales)
         if exceed(scaled, bases):
             bases, sums, weight_sums = raised_bases(scaled, bases, sums, weight_sums, COMPILED)
         weights = weights_of(logits, bases)
-        weight_sums = with_weights(weight_sums, weights, factors)
+        weight_sums = with_weights(weight_sums, weights, scales)
         token = 2 * q + at
         is_first = token == first, token + 1 == first, token + 8 == first, token + 9 == first
         sums = with_values(
-            sums, weights, factors, values, v_extras, is_first,
+            sums, weights, scales, values, v_extras, is_first,
             PIECES, CHUNKS, V_GROUP, V_PLANES, V_BITS, COMPILED,
         )  # fmt: skip
+        values = _load_values(v_rows, after, r, V_WIDTHS, V_COUNTS, V_ROW, V_WIDTH, PIECES, CHUNKS)
+        at = after
 
     rows = (text * tl.num_programs(1) + head) * GROUP
     for n in tl.static_range(TILES):

@@ -44,7 +44,7 @@ def columns_of(tile, COUNT: tl.constexpr):
 
 @triton.jit
 def load_columns(rows, begin, COUNT: tl.constexpr, EACH: tl.constexpr, FULL: tl.constexpr):
-    """EACH elements at `rows`; 0, unless FULL, for those of which there are COUNT, the first being `begin`."""
+    """EACH elements at `rows`, the first being number `begin` of COUNT; 0 beyond the last, unless FULL."""
     more = tl.arange(0, EACH)[None, :]
     if FULL:
         loaded = tl.load(rows[:, None] + more)
@@ -72,21 +72,29 @@ def piece_words(
 ):  # fmt: skip
     """Words of the pieces n + MORE, shifted so that the first code is at bit 0.
 
-    `rows` are the `plane_rows` of n, and the token is `offset` words behind. MORE is a multiple of 4. FULL: no
-    piece reaches beyond the row.
+    `rows` are the `plane_rows` of n, and the token is `offset` words behind. MORE is a multiple of 4. FULL:
+    no piece reaches beyond the row.
     """
     planes = ()
     for p in tl.static_range(len(WIDTHS)):
-        EACH: tl.constexpr = CHUNKS * WIDTHS[p]
-        MORE_WORDS: tl.constexpr = MORE * EACH // 4
-        here = rows[p] + (offset + MORE_WORDS)
-        begin = n * EACH // 4 + MORE_WORDS
-        if EACH >= 4:
-            planes += (load_columns(here, begin, COUNTS[p], EACH // 4, FULL),)
-        else:  # several threads have parts of one word
-            one = load_columns(here, begin, COUNTS[p], 1, FULL)
-            planes += ((one[0] >> (n % (4 // EACH) * (2 * EACH)),),)
+        planes += (_plane_words(rows[p], offset, n, MORE, CHUNKS * WIDTHS[p], COUNTS[p], FULL),)
     return planes
+
+
+@triton.jit
+def _plane_words(
+    rows, offset, n, MORE: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr, FULL: tl.constexpr
+):
+    """`piece_words` of one plane: EACH are a code's bits times CHUNKS."""
+    MORE_WORDS: tl.constexpr = MORE * EACH // 4
+    rows += offset + MORE_WORDS
+    begin = n * EACH // 4 + MORE_WORDS
+    if EACH >= 4:
+        words = load_columns(rows, begin, COUNT, EACH // 4, FULL)
+    else:  # several threads have parts of one word
+        one = load_columns(rows, begin, COUNT, 1, FULL)
+        words = ((one[0] >> (n % (4 // EACH) * (2 * EACH))),)
+    return words
 
 
 @triton.constexpr_function
@@ -116,7 +124,7 @@ def key_numbers(planes, WIDTHS: tl.constexpr, G: tl.constexpr, COMPILED: tl.cons
 
 @triton.jit
 def words_of_two(one, other, COMPILED: tl.constexpr):
-    """Words of a piece of two tokens, those of columns 4 g and 4 g + 1 of both, and those of 4 g + 2, 4 g + 3."""
+    """Words of a piece of two tokens: columns 4 g and 4 g + 1 of both, then 4 g + 2 and 4 g + 3."""
     lower = ()
     upper = ()
     for p in tl.static_range(len(one)):
@@ -137,7 +145,7 @@ def value_numbers(
 ):  # fmt: skip
     """code - CENTRE, exact, for two columns of two tokens (`words_of_two`): a pair of tokens for each column.
 
-    Codes of one plane stay where they lie in their byte, which spares a shift: they become 1024 + code 2^PLACE.
+    Codes of one plane stay where they are in their byte, which spares a shift: 1024 + code 2^PLACE.
     """
     PLACE: tl.constexpr = G * WIDTHS[0] % 8 if len(WIDTHS) == 1 else 0
     FIELD: tl.constexpr = ((1 << WIDTHS[0]) - 1) << PLACE if len(WIDTHS) == 1 else 0xFF
@@ -169,7 +177,7 @@ def query_numbers(
 
 @triton.jit
 def query_unit(tiles):
-    """The power of two by which queries are multiplied, and its inverse: the largest number becomes 2^14 or more.
+    """The power of two by which queries are multiplied, and its inverse: the largest becomes 2^14 or more.
 
     fp16 then has 11 bits for all numbers down to 2^-28 of the largest.
     """
@@ -256,7 +264,7 @@ def where_counted(patterns, counts):
 
 @triton.jit
 def group_scale(patterns, G: tl.constexpr, GROUPED: tl.constexpr):
-    """The scale of group G, fp32: 32 times that of a byte (quantizers.kv_groups), or a bf16 in the plain form."""
+    """The scale of group G, fp32: 32 times that of a byte (quantizers.kv_groups), or a bf16 if plain."""
     if not GROUPED:
         number = float_of(patterns[0].to(tl.int32), False)
     else:

@@ -84,9 +84,7 @@ def key_products(
         offsets = ()
         for u in tl.static_range(2):
             scales += (group_scale(keys[u][1], g, GROUPED),)
-            offsets += (
-                code_offset(keys[u][2], is_first[u], g, -1024.0, GROUPED, BITS, HAS_EXTRA, COMPILED),
-            )
+            offsets += (code_offset(keys[u][2], is_first[u], g, -1024.0, GROUPED, BITS, HAS_EXTRA, COMPILED),)
         before = sums
         sums = ()
         for n in tl.static_range(len(fragments)):
@@ -103,7 +101,7 @@ def value_factors(
     scales, zeros, is_first, GROUPS: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
     HAS_EXTRA: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens r and r + 8, for each group of values: its scale, and what code 2^(BITS - 1) stands for."""
+    """Of the tokens r and r + 8, for each group of values: scale, and what code 2^(BITS - 1) stands for."""
     factors = ()
     for u in tl.static_range(2):
         of_token = ()
@@ -224,7 +222,7 @@ def with_values(
     PIECES: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
     BITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of all tiles plus weights times values of 16 tokens: an instruction for two columns of a thread."""
+    """Sums of all tiles plus weights times values of 16 tokens, an instruction for two columns a thread."""
     HAS_EXTRA: tl.constexpr = extras is not None
     CENTRE: tl.constexpr = 2.0 ** (BITS - 1)
     added = sums
