@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from record import Environment, Measurement, save_sections, spread
 
 from neuzip import delta
-from neuzip.runtime.delta.messages import WeightState, encode, follow
+from neuzip.runtime.delta.messages import WeightState, follow
 from neuzip.runtime.delta.named_weights import NamedWeights
 
 Weights = dict[str, torch.Tensor]
@@ -177,31 +178,31 @@ def speeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
         for name, shape in shapes(arguments.layers, 16 if device.type == "cpu" else 1).items()
     }
-    rows = []
-    for share in SHARES:
-        new = stepped(old, share)
-        row = sizes({name: w.clone() for name, w in old.items()}, new, delta.make(old, new))
-        nbytes = 2 * row["weights"]
-        states = NamedWeights(old, "old"), NamedWeights(new, "new")
-        weights = NamedWeights({name: w.clone() for name, w in old.items()}, "weights")
-        tensors = dict(zip(weights.names, weights.tensors, strict=True))
-        first = WeightState(0, states[0].digest())
-        there = encode(*states, first)
-        back = encode(*reversed(states), WeightState(1, states[1].digest()))
-        patches = raw_patch(old, new), raw_patch(new, old)
-        actions: dict[str, Callable[[], object]] = {
-            "make": partial(encode, *states, first),
-            "apply": followed(weights, first, there, back).__next__,
-            "patch_make": partial(raw_patch, old, new),
-            "patch_apply": patched(tensors, patches).__next__,
-            "digest": states[0].digest,
-        }
-        for name, action in actions.items():
-            speed = [nbytes / 1e9 / seconds for seconds in timed(action, device, 2 * arguments.rounds)]
-            row |= spread(speed, f"{name}_gb_s")
-        require_equal(tensors, old)
-        rows.append({"share": share, **row})
-    return rows
+    return [{"share": share, **speed(old, stepped(old, share), 2 * arguments.rounds)} for share in SHARES]
+
+
+def speed(old: Weights, new: Weights, rounds: int) -> dict[str, Any]:
+    """Bytes and speeds of deltas and patches between two states, in GB/s of weights."""
+    row = sizes({name: w.clone() for name, w in old.items()}, new, delta.make(old, new))
+    nbytes = 2 * row["weights"]
+    weights = NamedWeights({name: w.clone() for name, w in old.items()}, "weights")
+    tensors = dict(zip(weights.names, weights.tensors, strict=True))
+    first = WeightState(0, weights.digest())
+    there, back = delta.make(old, new), delta.make(new, old, number=2)
+    publisher, next_weights = delta.Publisher(old), cycle((new, old))
+    patches = raw_patch(old, new), raw_patch(new, old)
+    actions: dict[str, Callable[[], object]] = {
+        "make": lambda: publisher.make(next(next_weights)),
+        "apply": followed(weights, first, there, back).__next__,
+        "patch_make": partial(raw_patch, old, new),
+        "patch_apply": patched(tensors, patches).__next__,
+        "digest": weights.digest,
+    }
+    for name, action in actions.items():
+        speeds_of_action = [nbytes / 1e9 / seconds for seconds in timed(action, weights.device, rounds)]
+        row |= spread(speeds_of_action, f"{name}_gb_s")
+    require_equal(tensors, old)
+    return row
 
 
 def followed(

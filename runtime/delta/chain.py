@@ -6,6 +6,7 @@ import torch
 
 from neuzip.errors import NeuzipError
 from neuzip.formats.sparse_delta import SparseDeltaHeader
+from neuzip.kernels import sparse_delta
 
 from .messages import AppliedDelta, WeightState, encode, follow, require_next
 from .named_weights import NamedWeights, Tensors
@@ -45,9 +46,10 @@ class Publisher:
         Raises UsageError for other tensors.
         """
         new = NamedWeights({name: tensor.contiguous() for name, tensor in weights.items()}, "weights")
-        delta = encode(self._last, new, self._state)
-        self._state = follow(self._last, self._state, delta).state
-        return delta
+        encoded = encode(self._last, new, self._state)
+        sparse_delta.apply(self._last.tensors, self._last.blocks, encoded.coded, encoded.checked)
+        self._state = encoded.state
+        return encoded.message
 
 
 class Follower:

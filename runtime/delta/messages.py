@@ -62,7 +62,7 @@ def make(old: Tensors, new: Tensors, *, number: int = 1) -> torch.Tensor:
     88
     """
     start = NamedWeights(old, "old")
-    return encode(start, NamedWeights(new, "new"), WeightState(number - 1, start.digest()))
+    return encode(start, NamedWeights(new, "new"), WeightState(number - 1, start.digest())).message
 
 
 def apply(weights: Tensors, delta: torch.Tensor | bytes) -> AppliedDelta:
@@ -84,8 +84,18 @@ def apply(weights: Tensors, delta: torch.Tensor | bytes) -> AppliedDelta:
     return follow(named, WeightState(None, named.digest()), delta)
 
 
-def encode(old: NamedWeights, new: NamedWeights, state: WeightState) -> torch.Tensor:
-    """The bytes of the delta from `old`, whose state is known, to `new`. Raises UsageError."""
+@dataclass(frozen=True)
+class EncodedMessage:
+    """A delta as bytes, uint8, and as what was coded and checked; and the state that it gives."""
+
+    message: torch.Tensor
+    state: WeightState
+    coded: CodedDelta
+    checked: CheckedDelta
+
+
+def encode(old: NamedWeights, new: NamedWeights, state: WeightState) -> EncodedMessage:
+    """Make the delta from `old`, which are in a state that is known, to `new`. Raises UsageError."""
     assert state.number is not None
     new.require_layout(old)
     coded = sparse_delta.encode(old.tensors, new.tensors, old.blocks)
@@ -97,7 +107,8 @@ def encode(old: NamedWeights, new: NamedWeights, state: WeightState) -> torch.Te
         old.blocks.count, coded.words.numel(),
     )  # fmt: skip
     head = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(old.device)
-    return torch.cat([head, coded.descriptors.view(torch.uint8), coded.words.view(torch.uint8)])
+    message = torch.cat([head, coded.descriptors.view(torch.uint8), coded.words.view(torch.uint8)])
+    return EncodedMessage(message, WeightState(header.number, header.end), coded, checked)
 
 
 def follow(
