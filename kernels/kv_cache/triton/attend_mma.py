@@ -149,7 +149,7 @@ def _arguments(heads: Heads, numbers: tuple[Tensor, Tensor | None]) -> tuple[Ten
 
 
 def _with_a_step(heads: Heads) -> Heads:
-    """The same heads, or a copy with memory for the tokens of one step, if there is less."""
+    """Heads with memory for the tokens of one step: a copy, if there is less."""
     missing = STEP - heads.capacity
     if missing <= 0:
         return heads

@@ -101,7 +101,7 @@ def value_factors(
     scales, zeros, is_first, GROUPS: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
     HAS_EXTRA: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens r and r + 8, for each group of values: scale, and what code 2^(BITS - 1) stands for."""
+    """Scale, and what code 2^(BITS - 1) stands for, of each group of the values of the tokens r and r + 8."""
     factors = ()
     for u in tl.static_range(2):
         of_token = ()
