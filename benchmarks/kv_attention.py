@@ -10,12 +10,12 @@ CUDA graph, each with keys and values of its own, so many that nothing is found 
 turns; times are medians of CUDA events. Kernels are compiled side by side before.
 
 What is not right is not timed: it ends the run. Keys and values must be stored with the bits of torch on a
-CPU. The relative error of attention against fp64 on the same dequantised numbers must be at most 0.5 %, and at
-most 1.5 times that of torch's attention over these numbers in bf16. Random values average out, to 1/100 of
+CPU. The relative error of attention against fp64 on the same dequantised numbers must be at most 0.5 %, and
+at most 1.5 times that of torch's attention over these numbers in bf16. Random values average out, to 1/100 of
 their size over 32,768 tokens, so that an error which all of them have in common grows with a text's length.
 
-The result is benchmarks/results/kv_attention.json; with `--cases` nothing is saved. The limit is the bytes read
-at the speed of a device copy.
+The result is benchmarks/results/kv_attention.json; with `--cases` nothing is saved. The limit is the bytes
+read at the speed of a device copy.
 """
 
 from __future__ import annotations

@@ -117,11 +117,11 @@ for early, bits, group, width, values, dtype in (
     (True, 8, None, 64, 64, torch.float32),
 ):
     launch.has_pdl = lambda device: early
-    grouped = {} if group is None else {"group": group, "whole": 4, "dtype": dtype}
+    grouped = {} if group is None else {"whole": 4, "dtype": dtype}
     still = None if group is None else torch.ones(width, dtype=torch.bool)
     rooms = [
-        kv_cache.empty((2, 2, 30, w), bits, still=still if w == width else None, **grouped)
-        for w in (width, values)
+        kv_cache.empty((2, 2, 30, w), bits, group=size, still=still if w == width else None, **grouped)
+        for w, size in ((width, group), (values, group and 2 * group))
     ]
     for tokens, start in ((1, length), (20, 3)):
         states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]

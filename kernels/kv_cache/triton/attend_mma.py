@@ -14,8 +14,8 @@ Operands are fp16 and sums fp32. Codes are exact in fp16. Queries are brought to
 Of keys, the products of a group are multiplied with its scale when they are summed, and what was added to
 codes is subtracted then. Of values, the scale is multiplied into the weight of a token, which is rounded
 then: nothing else is. A value is (code - 2^(bits - 1)) scale + middle, and the sum of weights times middles
-is an fp32 sum of its own. Middles are few different numbers: rounded to bf16, they have errors that 32,768
-tokens do not average out (a relative error of 7e-3 with 8 bits, where attention over bf16 has 3e-3).
+is an fp32 sum of its own. Middles are few different numbers: rounded to bf16, as an earlier version did, they
+have errors that do not average out over many tokens (a relative error of 7e-3 for 32,768 on an H100).
 
 The base of a query is such that its weights times scales fit into fp16. It is raised only when one exceeds it
 by 2^RISE, so that sums are seldom multiplied.
@@ -149,7 +149,7 @@ def _arguments(heads: Heads, numbers: tuple[Tensor, Tensor | None]) -> tuple[Ten
 
 
 def _with_a_step(heads: Heads) -> Heads:
-    """The same heads, or a copy with memory for the tokens of one step, if there is less."""
+    """Heads with memory for the tokens of one step: a copy, if there is less."""
     missing = STEP - heads.capacity
     if missing <= 0:
         return heads

@@ -255,7 +255,7 @@ def group_patterns(rows, offset, COUNT: tl.constexpr):
 
 @triton.jit
 def where_counted(patterns, counts):
-    """The same `group_patterns`, and zeros for tokens that do not count."""
+    """`group_patterns` of the tokens that count, and zeros for the others."""
     counted = ()
     for i in tl.static_range(len(patterns)):
         counted += (tl.where(counts, patterns[i], 0).to(patterns[i].dtype),)

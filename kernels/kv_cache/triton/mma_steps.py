@@ -101,7 +101,7 @@ def value_factors(
     scales, zeros, is_first, GROUPS: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
     HAS_EXTRA: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens r and r + 8, for each group of values: scale, and what code 2^(BITS - 1) stands for."""
+    """Scale, and what code 2^(BITS - 1) stands for, of each group of the values of the tokens r and r + 8."""
     factors = ()
     for u in tl.static_range(2):
         of_token = ()
@@ -194,7 +194,7 @@ def with_weights(sums, weights, factors):
     added = ()
     for n in tl.static_range(len(weights)):
         p0, p1, p2, p3 = weights[n]
-        two = ((sums[n][0][0] + (p0 + p2), sums[n][0][1] + (p1 + p3)),)  # type: ignore[misc]
+        two = ((sums[n][0][0] + (p0 + p2), sums[n][0][1] + (p1 + p3)),)
         for g in tl.static_range(len(factors[0])):
             upper, lower = factors[0][g][1], factors[1][g][1]
             even = sums[n][1 + g][0] + p0 * upper + p2 * lower
@@ -234,8 +234,8 @@ def with_values(
         planes = ()
         for u in tl.static_range(4):
             planes += (_with_extra(values[u][i], extra, is_first[u]),)
-        upper = words_of_two(planes[0], planes[1], COMPILED)
-        lower = words_of_two(planes[2], planes[3], COMPILED)
+        upper = words_of_two(planes[0], planes[1], COMPILED)  # type: ignore[misc]
+        lower = words_of_two(planes[2], planes[3], COMPILED)  # type: ignore[misc]
         for g in tl.static_range(2 * CHUNKS):
             for two in tl.static_range(2):
                 one = value_numbers(upper[two], PLANES, g, CENTRE, COMPILED)
