@@ -56,7 +56,7 @@ FORMS: dict[str, HeadForm] = {
     "no center": replace(ROTATED, still_wavelength=math.inf),
     "center of all channels": replace(ROTATED, still_wavelength=0.0),
     "center from a wavelength of 1,024": replace(ROTATED, still_wavelength=1024.0),
-    "center from a wavelength of 4,096": replace(ROTATED, still_wavelength=4096.0),
+    "center from a wavelength of 16,384": replace(ROTATED, still_wavelength=16384.0),
     "no whole tokens": replace(ROTATED, whole=0, still_wavelength=math.inf),
     "8 whole tokens": replace(ROTATED, whole=8),
 }
