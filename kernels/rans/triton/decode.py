@@ -37,21 +37,18 @@ from neuzip.kernels.rans.coded import (
     COLUMN_FACTORS,
     COLUMNS,
     CROSSING_ROWS,
-    LOWEST,
     NUMEL,
     PATTERNS,
     PLANES,
     ROW_FACTORS,
     TENSOR,
     TOGETHER,
-    WIDE_PALETTE,
     WIDTHS,
     ChosenLaunch,
     CodedGrid,
     CodedPart,
     CodedTensor,
     Kind,
-    lowest_code,
 )
 from neuzip.kernels.rans.coded_sample import coded_weights
 from neuzip.kernels.rans.model import Table
@@ -94,8 +91,8 @@ def streams(kind: Kind) -> bool:
 
 
 def streams_codes(kind: Kind) -> bool:
-    """Whether full blocks are decoded as stream_codes.py does: on a grid, but for rare rows and palettes."""
-    return bool(kind.grid) and not kind.grid & (CROSSING_ROWS | WIDE_PALETTE)
+    """Whether full blocks are decoded as stream_codes.py does: on a grid, but for rows that end anywhere."""
+    return bool(kind.grid) and not kind.grid & CROSSING_ROWS
 
 
 @dataclass(frozen=True)
@@ -407,7 +404,7 @@ def make_launches(
         descriptors.contiguous(),
         starts,
         counts,
-        _slots(kind, frequencies, palettes, descriptors[:, LOWEST]),
+        _slots(kind, frequencies),
         _exponents_of(palettes, kind),
     )
     launches = []
@@ -447,7 +444,7 @@ def _grid_facts(coded: CodedGrid, table: Table, base: int) -> tuple[int, ...]:
         int(np.float32(coded.grid.step).view(np.int32)),
         coded.row_weights,
         coded.code_bits,
-        lowest_code(table) or 0,
+        int(table.palette[0]),
         coded.begin,
     )
 
@@ -458,24 +455,18 @@ def _repeat(times: torch.Tensor, total: int) -> torch.Tensor:
     return torch.repeat_interleave(rows, times, output_size=total)
 
 
-def _slots(
-    kind: Kind, frequencies: torch.Tensor, palettes: torch.Tensor, lowest: torch.Tensor
-) -> torch.Tensor:
+def _slots(kind: Kind, frequencies: torch.Tensor) -> torch.Tensor:
     """For every tensor 4,096 slots: symbol | frequency << 8 | offset << 20.
 
     Streamed floats, and codes in groups of 2: first place in the palette | frequency << 4 | second place
-    << 16 | offset << 20. A code in groups of 1 has its distance from the `lowest` in the place of its symbol,
-    but for wide palettes.
+    << 16 | offset << 20.
     """
     f = frequencies.reshape(-1)
     symbol = _repeat(f, frequencies.shape[0] * SCALE)
     offset = torch.arange(symbol.numel(), device=f.device) - (torch.cumsum(f, 0) - f)[symbol]
     if streams(kind) or (kind.grid and kind.group == 2):
         return _as_int32(symbol & 15 | f[symbol] << 4 | (symbol >> 4 & 15) << 16 | offset << 20)
-    low = symbol & 0xFF
-    if kind.grid and not kind.grid & WIDE_PALETTE:
-        low = (palettes - lowest[:, None]).reshape(-1)[symbol]
-    return _as_int32(low | f[symbol] << 8 | offset << 20)
+    return _as_int32(symbol & 0xFF | f[symbol] << 8 | offset << 20)
 
 
 def _exponents_of(palettes: torch.Tensor, kind: Kind) -> torch.Tensor:
