@@ -192,7 +192,7 @@ def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> Model
 def kind_of(coding: FloatCoding | GridCoding) -> Kind:
     """What the decoder's launches for a tensor are compiled for."""
     if isinstance(coding, GridCoding):
-        grid = grid_bits(coding.table, coding.row_weights, has_columns=bool(coding.columns))
+        grid = grid_bits(coding.row_weights, has_columns=bool(coding.columns))
         return Kind(coding.fmt, coding.low_bits, coding.table.group, 0, grid)
     return Kind(coding.fmt, coding.mantissa_bits, coding.table.group, coding.block_size or 0)
 

@@ -38,7 +38,7 @@ GRID_FORMATS = names_for("ans")
 """Formats of weights on a grid that the decoder writes, by their names in safetensors."""
 
 # What a launch for weights on a grid is compiled for, as bits of a number, which is 0 for floats.
-ON_GRID, COLUMN_FACTORS, CROSSING_ROWS, WIDE_PALETTE = 1, 2, 4, 8
+ON_GRID, COLUMN_FACTORS, CROSSING_ROWS = 1, 2, 4
 
 MAX_ROW = (1 << 31) - 2 * BLOCK
 """Weights of a row of which the decoder counts columns in 32 bits."""
@@ -48,9 +48,7 @@ class Kind(NamedTuple):
     """What a launch is compiled for.
 
     kept_bits: mantissa bits, on a grid the low bits of codes. block_size: 0 without a normaliser. grid: 0 for
-    floats, or ON_GRID with COLUMN_FACTORS; CROSSING_ROWS where a lane's 8 weights may be in several rows; and
-    WIDE_PALETTE where the codes of a table are not within 256 in a row (groups of 1), or do not follow each
-    other (of 2).
+    floats, or ON_GRID with COLUMN_FACTORS, and CROSSING_ROWS where a lane's 8 weights may be in several rows.
     """
 
     fmt: FloatFormat
@@ -98,9 +96,10 @@ class CodedGrid:
         if self.row_weights < 1 or self.begin % BLOCK:
             raise CorruptStream(f"rows of {self.row_weights} weights, from weight {self.begin} on")
 
-    def bits(self, table: Table) -> int:
+    @property
+    def bits(self) -> int:
         """What a launch is compiled for: see `Kind`."""
-        return grid_bits(table, self.row_weights, has_columns=self.grid.columns is not None)
+        return grid_bits(self.row_weights, has_columns=self.grid.columns is not None)
 
     def with_factors(self, factor_bytes: Sequence[torch.Tensor]) -> CodedGrid:
         """This grid with its factor bytes elsewhere: those of rows, of columns or of both in this order."""
@@ -122,32 +121,21 @@ class CodedGrid:
             raise CorruptStream(f"column factors do not begin at a multiple of {RUN} bytes")
 
 
-def grid_bits(table: Table, row_weights: int, *, has_columns: bool) -> int:
+def grid_bits(row_weights: int, *, has_columns: bool) -> int:
     """The number `Kind.grid` of weights on a grid; `has_columns` says whether columns have factors."""
     crossing = row_weights % RUN != 0 or row_weights > MAX_ROW
-    return (
-        ON_GRID
-        | (COLUMN_FACTORS if has_columns else 0)
-        | (CROSSING_ROWS if crossing else 0)
-        | (WIDE_PALETTE if lowest_code(table) is None else 0)
-    )
+    return ON_GRID | (COLUMN_FACTORS if has_columns else 0) | (CROSSING_ROWS if crossing else 0)
 
 
-def lowest_code(table: Table) -> int | None:
-    """The code (u of SPEC.md) from which on entries of the decoder's table count; None where they cannot.
+def require_row(table: Table) -> None:
+    """Raise CorruptStream for a table whose codes do not follow each other, or with a symbol without meaning.
 
-    In groups of 1 an entry has 8 bits for a code, so all that occur have to be within 256 in a row. In groups
-    of 2 it has a place in the palette, whose codes have to follow each other.
+    Tables of codes are so, and an entry of the decoder's table says how far a code is from the first.
     """
     symbols, size = np.flatnonzero(table.frequencies), table.palette.size
     places = symbols if table.group == 1 else np.concatenate([symbols & 15, symbols >> 4])
-    if int(places.max()) >= size:
-        return None  # a symbol without meaning
-    if table.group == 2:
-        lowest, highest = int(table.palette[0]), int(table.palette[-1])
-        return lowest if highest - lowest == size - 1 else None
-    lowest, highest = int(table.palette[places[0]]), int(table.palette[places[-1]])
-    return lowest if highest - lowest < 256 else None
+    if int(places.max()) >= size or int(table.palette[-1]) - int(table.palette[0]) != size - 1:
+        raise CorruptStream("a table whose codes do not follow each other")
 
 
 @dataclass(frozen=True)
@@ -183,6 +171,7 @@ class CodedTensor:
                 raise CorruptStream(f"weights of {self.fmt.name} on a grid, or with a normaliser")
             if self.kept_bits not in LOW_BITS or self.planes.keys() != set(self.widths):
                 raise CorruptStream(f"codes with {self.kept_bits} low bits in planes {sorted(self.planes)}")
+            require_row(self.table)
             self.grid.require_factors(self.numel)
         for width in self.widths:
             needed = -(-plane_bytes(width, self.numel) // ALIGNMENT) * ALIGNMENT
@@ -212,13 +201,13 @@ class CodedTensor:
             row[COLUMN_FACTORS_AT] = 0 if own.columns is None else own.columns.data_ptr()
             row[HAS_ROWS], row[STEP] = own.rows is not None, np.float32(own.step).view(np.int32)
             row[ROW_WEIGHTS], row[CODE_BITS] = self.grid.row_weights, self.grid.code_bits
-            row[LOWEST], row[BEGIN] = lowest_code(self.table) or 0, self.grid.begin
+            row[LOWEST], row[BEGIN] = int(self.table.palette[0]), self.grid.begin
         return row
 
     @cached_property
     def kind(self) -> Kind:
         """What a launch is compiled for."""
-        grid = 0 if self.grid is None else self.grid.bits(self.table)
+        grid = 0 if self.grid is None else self.grid.bits
         return Kind(self.fmt, self.kept_bits, self.table.group, self.block_size or 0, grid)
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,7 +15,6 @@ from .coded import (
     COLUMN_FACTORS,
     CROSSING_ROWS,
     PATTERNS,
-    WIDE_PALETTE,
     CodedGrid,
     CodedTensor,
     Kind,
@@ -59,10 +56,6 @@ def _coded_codes(kind: Kind, sample: CodedExponents, device: torch.device) -> tu
     """
     numel, table = sample.exponents.size, sample.table
     row_weights = 100 if kind.grid & CROSSING_ROWS else 104
-    if kind.grid & WIDE_PALETTE:  # a gap that no symbol without a meaning shows
-        wide = table.palette.copy()
-        wide[-1] += 300 if kind.group == 1 else 1
-        table = replace(table, palette=wide)
     u = np.concatenate([table.palette, np.zeros(16 - table.palette.size, np.uint16)])[sample.exponents]
     generator = torch.Generator().manual_seed(0)
     rows, columns = (

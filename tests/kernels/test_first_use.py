@@ -25,7 +25,6 @@ from neuzip.kernels.rans.coded import (
     CROSSING_ROWS,
     ON_GRID,
     PATTERNS,
-    WIDE_PALETTE,
     Kind,
 )
 from neuzip.kernels.rans.coded_sample import coded_weights
@@ -40,8 +39,8 @@ KINDS = [
     Kind(FORMATS["BF16"], 2, 2, 0),
     Kind(FORMATS["BF16"], 0, 1, 0, ON_GRID),
     Kind(FORMATS["F16"], 0, 2, 0, ON_GRID | COLUMN_FACTORS),
-    Kind(FORMATS["F32"], 0, 1, 0, ON_GRID | CROSSING_ROWS | WIDE_PALETTE),
-    Kind(FORMATS["BF16"], 0, 2, 0, ON_GRID | COLUMN_FACTORS | CROSSING_ROWS | WIDE_PALETTE),
+    Kind(FORMATS["F32"], 0, 1, 0, ON_GRID | CROSSING_ROWS),
+    Kind(FORMATS["BF16"], 0, 2, 0, ON_GRID | COLUMN_FACTORS | CROSSING_ROWS),
 ]
 
 

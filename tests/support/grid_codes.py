@@ -9,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from neuzip.compress.schemes.code_tables import PAIRS, SINGLE, CodeTable, share_bytes
 from neuzip.kernels import rans
 from neuzip.kernels.dtypes import torch_dtypes
 from neuzip.kernels.float_fields import FORMATS, pack_low_bits
 from neuzip.kernels.grid import Grid
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedGrid, CodedTensor
+from neuzip.kernels.rans.model import PALETTE
 
 Codes = npt.NDArray[np.int64]
 
@@ -38,12 +40,15 @@ def bits_of(codes: Codes) -> int:
 
 
 def table_of(u: Codes, code_bits: int) -> rans.Table:
-    """The table that an encoder makes for stored codes, from 0 on."""
-    pairs = None
-    if code_bits <= 8:
-        even = u[: u.size // 2 * 2]
-        pairs = np.bincount(even[::2] | even[1::2] << 8, minlength=1 << 16)
-    return rans.build_table(np.bincount(u, minlength=1 << code_bits), pairs)
+    """A table of the scheme `quantized` for stored codes, from 0 on: of pairs where they are few."""
+    counts = np.bincount(u, minlength=1 << code_bits)
+    seen = np.flatnonzero(counts)
+    span = int(seen[-1] - seen[0]) + 1
+    form = PAIRS if code_bits <= 8 and span <= PALETTE[2] else SINGLE
+    size = max(2, min(span, PALETTE[2 if form == PAIRS else 1]))
+    sums = np.convolve(counts, np.ones(size, np.int64), "valid")  # by the first of `size` codes in a row
+    lowest = int(np.argmax(sums))
+    return CodeTable(form, lowest, share_bytes(counts[lowest : lowest + size])).table
 
 
 def grid_of(

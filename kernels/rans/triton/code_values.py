@@ -19,14 +19,13 @@ from neuzip.kernels.rans.coded import (
     ROW_FACTORS,
     ROW_WEIGHTS,
     STEP,
-    WIDE_PALETTE,
 )
 from neuzip.kernels.rans.numbers import SCALE, SCALE_BITS
 from neuzip.kernels.rans.triton.ring import joined, next_entry
 from neuzip.kernels.rans.triton.states import refill
 
 _SLOTS, _SCALE_BITS = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS)
-_COLUMNS, _CROSSING, _WIDE = (tl.constexpr(v) for v in (COLUMN_FACTORS, CROSSING_ROWS, WIDE_PALETTE))
+_COLUMNS, _CROSSING = tl.constexpr(COLUMN_FACTORS), tl.constexpr(CROSSING_ROWS)
 _C_ROWS, _C_COLUMNS, _C_HAS_ROWS, _C_STEP, _C_ROW_WEIGHTS = (
     tl.constexpr(v) for v in (ROW_FACTORS, COLUMN_FACTORS_AT, HAS_ROWS, STEP, ROW_WEIGHTS)
 )
@@ -126,7 +125,7 @@ def by_columns(step, factors):
 @triton.jit
 def codes_of_run(
     x, p, words, end, tables, codes, ring, shared, magic, zero, half,
-    LAST: tl.constexpr, GROUP: tl.constexpr, GRID: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr,
+    LAST: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a run: states, words taken, and a lane's 8 codes, fp32. The LAST two symbols are in the state.
@@ -137,43 +136,39 @@ def codes_of_run(
     if GROUP == 2:
         x, p, c0, c1 = _two(
             x, p, words, end, tables, codes, ring, shared, magic, zero, half,
-            False, GRID, STREAM, L, COMPILED,
+            False, STREAM, L, COMPILED,
         )  # fmt: skip
         x, p, c2, c3 = _two(
             x, p, words, end, tables, codes, ring, shared, magic, zero, half,
-            False, GRID, STREAM, L, COMPILED,
+            False, STREAM, L, COMPILED,
         )  # fmt: skip
         x, p, c4, c5 = _two(
             x, p, words, end, tables, codes, ring, shared, magic, zero, half,
-            LAST, GRID, STREAM, L, COMPILED,
+            LAST, STREAM, L, COMPILED,
         )  # fmt: skip
         if LAST:
             _x, _p, c6, c7 = _two(
                 x >> 8, p, words, end, tables, codes, ring, shared, magic, zero, half,
-                True, GRID, STREAM, L, COMPILED,
+                True, STREAM, L, COMPILED,
             )  # fmt: skip
         else:
             x, p, c6, c7 = _two(
                 x, p, words, end, tables, codes, ring, shared, magic, zero, half,
-                False, GRID, STREAM, L, COMPILED,
+                False, STREAM, L, COMPILED,
             )  # fmt: skip
     else:
-        x, p, c0 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
-        x, p, c1 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
-        x, p, c2 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
-        x, p, c3 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
-        x, p, c4 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
-        x, p, c5 = _one(x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED)
+        x, p, c0 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
+        x, p, c1 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
+        x, p, c2 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
+        x, p, c3 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
+        x, p, c4 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
+        x, p, c5 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
         if LAST:
             c6 = code_of(tl.load(codes + (x & 0xFF)).to(tl.uint32, bitcast=True), magic, half)
             c7 = code_of(tl.load(codes + ((x >> 8) & 0xFF)).to(tl.uint32, bitcast=True), magic, half)
         else:
-            x, p, c6 = _one(
-                x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED
-            )
-            x, p, c7 = _one(
-                x, p, words, end, tables, codes, ring, shared, magic, zero, GRID, STREAM, L, COMPILED
-            )
+            x, p, c6 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
+            x, p, c7 = _one(x, p, words, end, tables, ring, shared, magic, zero, STREAM, L, COMPILED)
     return x, p, c0, c1, c2, c3, c4, c5, c6, c7
 
 
@@ -224,22 +219,18 @@ def with_low(code, low, magic, LOW: tl.constexpr):
 
 @triton.jit
 def _one(
-    x, p, words, end, tables, codes, ring, shared, magic, zero,
-    GRID: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
+    x, p, words, end, tables, ring, shared, magic, zero,
+    STREAM: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane that stands for one code."""
     x, p, entry = _entry(x, p, words, end, tables, ring, shared, 8, STREAM, L, COMPILED)
-    if _WIDE & GRID:
-        code = code_of(tl.load(codes + (entry & 0xFF)).to(tl.uint32, bitcast=True), magic, zero)
-    else:
-        code = code_of(entry & 0xFF, magic, zero)
-    return x, p, code
+    return x, p, code_of(entry & 0xFF, magic, zero)
 
 
 @triton.jit
 def _two(
     x, p, words, end, tables, codes, ring, shared, magic, zero, half,
-    RAW: tl.constexpr, GRID: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
+    RAW: tl.constexpr, STREAM: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane that stands for two codes. A RAW one is the lowest byte of the state."""
     if RAW:
@@ -247,12 +238,7 @@ def _two(
         first, second = code_of(pair & 0xFFFF, magic, half), code_of(pair >> 16, magic, half)
     else:
         x, p, entry = _entry(x, p, words, end, tables, ring, shared, 4, STREAM, L, COMPILED)
-        if _WIDE & GRID:
-            symbol = (entry & 15) | ((entry >> 12) & 0xF0)
-            pair = tl.load(codes + symbol).to(tl.uint32, bitcast=True)
-            first, second = code_of(pair & 0xFFFF, magic, zero), code_of(pair >> 16, magic, zero)
-        else:
-            first, second = code_of(entry & 15, magic, zero), code_of((entry >> 16) & 15, magic, zero)
+        first, second = code_of(entry & 15, magic, zero), code_of((entry >> 16) & 15, magic, zero)
     return x, p, first, second
 
 

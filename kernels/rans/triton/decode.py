@@ -36,7 +36,6 @@ from neuzip.kernels.rans.coded import (
     CROSSING_ROWS,
     PATTERNS,
     TOGETHER,
-    WIDE_PALETTE,
     ChosenLaunch,
     CodedPart,
     CodedTensor,
@@ -89,8 +88,8 @@ def streams(kind: Kind) -> bool:
 
 
 def streams_codes(kind: Kind) -> bool:
-    """Whether full blocks are decoded as stream_codes.py does: on a grid, but for rare rows and palettes."""
-    return bool(kind.grid) and not kind.grid & (CROSSING_ROWS | WIDE_PALETTE)
+    """Whether full blocks are decoded as stream_codes.py does: on a grid, but for rows that end anywhere."""
+    return bool(kind.grid) and not kind.grid & CROSSING_ROWS
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,9 @@ from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.coded import (
     ALIGNMENT,
     COLUMNS,
-    LOWEST,
     OUT,
     POSITIONS,
     TENSOR,
-    WIDE_PALETTE,
     WORDS_END,
     CodedTensor,
     Kind,
@@ -38,10 +36,6 @@ TILE = 2048
 # Columns of a list: bytes of the words and where these and the index begin, in bytes after the base of the
 # launch; where each tensor is marked; its blocks, and those of the tensors before; its full blocks.
 WORDS_AT, NBYTES, INDEX_AT, NUMBER, BLOCKS, FIRST_BLOCK, FULL = range(7)
-
-SYMBOL, DISTANCE, PLACES = range(3)
-"""What a slot holds of its symbol: its number, a code's distance from the lowest, or two places in a palette
-as streamed blocks take them."""
 
 
 @dataclass(frozen=True)
@@ -184,18 +178,13 @@ def _find_extents(arrays: DecodeArrays, inp: torch.Tensor, errors: torch.Tensor)
 
 
 def _fill_tables(kind: Kind, arrays: DecodeArrays, symbols: torch.Tensor, has_places: bool) -> None:
-    form = SYMBOL
-    if has_places:
-        form = PLACES
-    elif kind.grid and not kind.grid & WIDE_PALETTE:
-        form = DISTANCE
     # Codes are not shifted, and the second of a pair stands in the upper half.
     shift, stride = (0, 16) if kind.grid else exponent_layout(kind.fmt)
     launch(
         tables_kernel, (len(arrays.descriptors), SCALE // 1024),
-        symbols, arrays.descriptors, arrays.tables, arrays.exponents,
-        FORM=form, GROUP=kind.group, SHIFT=shift, STRIDE=stride, SCALE=SCALE, COLUMNS=COLUMNS, LOWEST=LOWEST,
-        DISTANCE=DISTANCE, PLACES=PLACES, TILE=1024, device=arrays.tables.device,
+        symbols, arrays.tables, arrays.exponents,
+        HAS_PLACES=has_places, GROUP=kind.group, SHIFT=shift, STRIDE=stride, SCALE=SCALE, TILE=1024,
+        device=arrays.tables.device,
     )  # fmt: skip
 
 
@@ -235,17 +224,16 @@ def extents_kernel(
 
 @triton.jit
 def tables_kernel(
-    symbols_ptr, descriptors_ptr, tables_ptr, exponents_ptr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
-    COLUMNS: tl.constexpr, LOWEST: tl.constexpr, DISTANCE: tl.constexpr, PLACES: tl.constexpr,
-    TILE: tl.constexpr,
+    symbols_ptr, tables_ptr, exponents_ptr,
+    HAS_PLACES: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
+    SCALE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fill a tile of the SCALE slots of a tensor, and the exponents of its 256 symbols.
 
-    symbols: int32 [tensors, 3, 256], frequencies, starts and palettes. A slot is, by FORM,
+    symbols: int32 [tensors, 3, 256], frequencies, starts and palettes. A slot is the first of these, and with
+    HAS_PLACES the second, as streamed blocks and pairs of codes take it:
 
         symbol | frequency << 8 | offset << 20
-        distance of a code from the lowest | frequency << 8 | offset << 20
         first place in the palette | frequency << 4 | second place << 16 | offset << 20
 
     Exponents are shifted to where they stand in a weight or a pair.
@@ -261,11 +249,8 @@ def tables_kernel(
         symbol = tl.where(tl.load(symbols_ptr + 256 + later) <= slot, later, symbol)
     frequency = tl.load(symbols_ptr + symbol)
     offset = slot - tl.load(symbols_ptr + 256 + symbol)
-    if FORM == PLACES:
+    if HAS_PLACES:
         entry = (symbol & 15) | (frequency << 4) | ((symbol >> 4) << 16)
-    elif FORM == DISTANCE:
-        lowest = tl.load(descriptors_ptr + row * COLUMNS + LOWEST).to(tl.int32)
-        entry = (tl.load(palette_ptr + symbol) - lowest) | (frequency << 8)
     else:
         entry = symbol | (frequency << 8)
     tl.store(tables_ptr + row * SCALE + slot, entry | (offset << 20))

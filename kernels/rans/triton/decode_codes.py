@@ -120,7 +120,7 @@ def _run(
     s0, s1, s2, s3, s4, s5, s6, s7 = steps_of_run(inp, own, begin + weight, left, GRID)
     low = tl.load(lows + i * _LANES, mask=left > 0, other=0) if LOW else p
     x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
-        x, p, words, limit, tables, codes, p, p, magic, zero, half, LAST, GROUP, GRID, False, L, COMPILED
+        x, p, words, limit, tables, codes, p, p, magic, zero, half, LAST, GROUP, False, L, COMPILED
     )
     c0, c1, c2, c3, c4, c5, c6, c7 = with_low_bits(c0, c1, c2, c3, c4, c5, c6, c7, low, magic, LOW)
     w0, w1, w2, w3 = words_of_values(

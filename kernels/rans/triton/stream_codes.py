@@ -114,7 +114,6 @@ def runs_of_codes(
             half,
             False,
             GROUP,
-            GRID,
             True,
             L,
             COMPILED,
@@ -127,7 +126,7 @@ def runs_of_codes(
     wait(ring, _AHEAD, COMPILED)
     x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
         x, p, words, end, tables, codes, ring, shared, magic, zero, half,
-        True, GROUP, GRID, True, L, COMPILED,
+        True, GROUP, True, L, COMPILED,
     )  # fmt: skip
     c0, c1, c2, c3, c4, c5, c6, c7 = with_low_bits(c0, c1, c2, c3, c4, c5, c6, c7, low, magic, LOW)
     _store(
