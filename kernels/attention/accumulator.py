@@ -52,8 +52,9 @@ def accumulate(p: Tensor, v: Tensor, start: Tensor | None = None, alignment: Ali
     None. Instructions take 32 of K, the last one what is left. Exact while magnitudes are below 2^30.
     """
     p, v = p.double(), v.double()
-    shape = (*torch.broadcast_shapes(p.shape[:-2], v.shape[:-2]), p.shape[-2], v.shape[-1])
-    total = p.new_zeros(shape) if start is None else cut(start.double().expand(shape))
+    total = p[..., :0] @ v[..., :0, :]  # zeros of the result's shape
+    if start is not None:
+        total = total + cut(start.double())
     add = _add_aligned if alignment == "aligned" else _add_whole
     for first in range(0, p.shape[-1], STEP):
         total = add(total, p[..., first : first + STEP], v[..., first : first + STEP, :])

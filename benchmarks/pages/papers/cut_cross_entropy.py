@@ -188,7 +188,7 @@ def figure_3() -> PaperItem:
 
 FILTERED, IGNORED = "filtered_training", "ignored_tokens"
 
-TRAINED_CASES = {"scratch": "0.6 M parameters from scratch, 8,192 tokens in the vocabulary",
+TRAINED_CASES = {"scratch": "2 layers of width 64 from scratch, 8,192 tokens in the vocabulary",
                  "demo": "the demo checkpoint, 1,024 tokens in the vocabulary"}  # fmt: skip
 """Models of filtered_training.py."""
 
