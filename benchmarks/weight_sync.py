@@ -31,7 +31,7 @@ from neuzip.runtime.delta.named_weights import NamedWeights
 Weights = dict[str, torch.Tensor]
 Patch = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
-STEPS = (1, 5, 20)
+STEPS = (1, 5)
 LEARNING_RATES = (1e-6, 5e-6)
 SHARES = (0.01, 0.05)
 

@@ -9,7 +9,7 @@ Differences are those of bit patterns, modulo 2^b for weights of b bits: any dty
 NaN payloads and both zeros included. formats/SPEC.md has the layout.
 """
 
-from neuzip.kernels.sparse_delta.blocks import BlockMap
-from neuzip.kernels.sparse_delta.ops import CheckedDelta, CodedDelta, apply, changed, check, digest, encode
+from neuzip.kernels.sparse_delta.blocks import BlockMap, CodedDelta
+from neuzip.kernels.sparse_delta.ops import CheckedDelta, apply, changed, check, digest, encode
 
 __all__ = ["BlockMap", "CheckedDelta", "CodedDelta", "apply", "changed", "check", "digest", "encode"]

@@ -55,6 +55,14 @@ class BlockMap:
         return {}
 
 
+@dataclass(frozen=True)
+class CodedDelta:
+    """A coded difference: a descriptor of each block, and the words of all, int32 each."""
+
+    descriptors: torch.Tensor
+    words: torch.Tensor
+
+
 def patterns(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as one dimension of integers, without a copy."""
     return tensor.detach().reshape(-1).view(pattern_dtypes()[8 * tensor.element_size()])

@@ -16,21 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from neuzip.kernels.sparse_delta.blocks import BlockMap, patterns, word_starts
+from neuzip.kernels.sparse_delta.blocks import BlockMap, CodedDelta, patterns, word_starts
 from neuzip.kernels.sparse_delta.numbers import BLOCK, COUNT_BITS
 
 Tensors = Sequence[torch.Tensor]
 
 INTERPRET = False
 """Whether tensors on a CPU go to Triton's interpreter: for tests."""
-
-
-@dataclass(frozen=True)
-class CodedDelta:
-    """A coded difference: a descriptor of each block, and the words of all, int32 each."""
-
-    descriptors: torch.Tensor
-    words: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from neuzip.kernels.device.launch import launch
-from neuzip.kernels.sparse_delta.blocks import BlockMap, patterns
+from neuzip.kernels.sparse_delta.blocks import BlockMap, CodedDelta, patterns
 from neuzip.kernels.sparse_delta.numbers import BLOCK
-from neuzip.kernels.sparse_delta.ops import CodedDelta
 from neuzip.kernels.sparse_delta.triton.kernels import (
     apply_kernel,
     changed_kernel,
