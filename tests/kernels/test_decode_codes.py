@@ -22,6 +22,7 @@ from neuzip.kernels.rans.coded import (
     PATTERNS,
     WIDE_PALETTE,
     CodedGrid,
+    lowest_code,
 )
 from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import BLOCK
@@ -253,7 +254,7 @@ def test_a_symbol_without_meaning_is_the_lowest_code() -> None:
     frequencies = np.zeros(256, np.uint16)
     frequencies[[0, 1, 7]] = [2000, 2000, 96]
     table = Table(1, np.array([3, 4], np.uint16), frequencies)
-    assert triton_decode.lowest_code(table) is None
+    assert lowest_code(table) is None
 
 
 def test_words_are_there_when_they_are_needed() -> None:
