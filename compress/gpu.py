@@ -119,7 +119,7 @@ class Gpu:
                 block_size,
                 None if grid is None else replace(grid, grid=grid.grid.to(self.device)),
             )  # fmt: skip
-            # What prepares the launch waits for its small copies: so the large one comes after it.
+            # The large copy comes last, so that the small ones need not wait for it.
             plan = triton_decode.prepare([tensor], [out])
             buffer.copy_(host, non_blocking=True)
             plan.launch()

@@ -23,7 +23,7 @@ INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """Signed dtypes by their bits."""
 
 ELEMENTS = {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}
-"""The same for kernels."""
+"""Dtypes of kernels by their bits."""
 
 PLANE_WIDTHS = (32, 16, 8, 4, 2, 1)
 
