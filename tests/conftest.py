@@ -60,6 +60,8 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # More than one, and torch.compile starts processes that would compile Triton kernels, here and in tests'.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
     import interpreter
 
@@ -227,6 +229,27 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("demo") / "small"
     compress(CHECKPOINT, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One narrow layer of random weights, with the built-in checkpoint's tokenizer: to read, not to change.
+
+    For tests of commands whose figures do not matter: it takes a fraction of the built-in checkpoint's time.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from neuzip.eval.demo import CHECKPOINT
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    config = AutoConfig.from_pretrained(
+        CHECKPOINT, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    for path in CHECKPOINT.glob("tokenizer*"):
+        shutil.copy(path, folder)
     return folder
 
 

@@ -157,9 +157,12 @@ def test_too_few_windows_for_an_error_are_told(model: Path, neuzip: Speak) -> No
 
 
 @pytest.mark.slow
-def test_recover_tells_its_losses(model: Path, root: Path, neuzip: Speak) -> None:
+def test_recover_tells_its_losses(
+    tiny: Path, tmp_path: Path, root: Path, neuzip: Speak, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     ask = ("--steps", 3, "--window", 16, "--batch", 1, "--device", "cpu")
-    said = neuzip("recover", model, "--text", root / "LICENSE", "-o", "tern", *ask)
+    said = neuzip("recover", tiny, "--text", root / "LICENSE", "-o", "tern", *ask)
     assert said.exit_code == 0, said.stderr
     losses = [json.loads(line)["loss"] for line in Path("tern/recovery.jsonl").read_text().splitlines()]
     assert f"training loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end\n" in said.stdout

@@ -123,13 +123,21 @@ def test_what_exists_stays(neuzip, tmp_path: Path):
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine"]
 
 
+@pytest.fixture(scope="module")
+def with_a4_8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo checkpoint with ternary weights by least squares, compressed; config.json records a4.8."""
+    plain = tmp_path_factory.mktemp("a4.8") / "t"
+    small = plain.with_name("t.nz")
+    options = ["--allow-destructive", "--ternary-quantizer", "least-squares"]
+    assert run(["ternarize", str(DEMO), str(plain), *options]) == 0
+    assert run(["compress", str(plain), str(small), "--ternary", "--activations", "a4.8"]) == 0
+    return small
+
+
 @pytest.mark.slow
-def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
+def test_activations_are_recorded_and_can_be_others(neuzip, with_a4_8: Path):
     """a4.8 as config.json says it, b1.58 as the option does, none as dense weights have it: three figures."""
-    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "least-squares")
-    said = neuzip("compress", tmp_path / "t", tmp_path / "t.nz", "--ternary", "--activations", "a4.8")
-    assert said.exit_code == 0, said.stderr
-    assert json.loads((tmp_path / "t.nz" / "config.json").read_text())["neuzip"] == {"activations": "a4.8"}
+    assert json.loads((with_a4_8 / "config.json").read_text())["neuzip"] == {"activations": "a4.8"}
     losses = []
     for options in (
         ["--residency", "packed"],
@@ -138,19 +146,19 @@ def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
         [],
     ):
         said = neuzip(
-            "eval", tmp_path / "t.nz", "--text", "demo", "--conventions", "token", "--max-tokens", 512,
+            "eval", with_a4_8, "--text", "demo", "--conventions", "token", "--max-tokens", 512,
             "--device", "cpu", "--json", *options,
         )  # fmt: skip
         assert said.exit_code == 0, said.stderr
         losses.append(said.json["conventions"][0]["after"]["nll"]["value"])
     assert losses[0] == losses[1]
     assert len(set(losses)) == 3
-    refused = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--activations", "a4.8", "--device", "cpu")
+    refused = neuzip("eval", with_a4_8, "--text", "demo", "--activations", "a4.8", "--device", "cpu")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: --activations a4.8 has no effect with --residency dense\n")
     assert "--residency packed" in refused.stderr
     asked = ["--residency", "packed", "--activations", "a4.8"]
-    tasks = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--tasks", "x", *asked)
+    tasks = neuzip("eval", with_a4_8, "--text", "demo", "--tasks", "x", *asked)
     assert tasks.stderr.startswith("error: --activations a4.8 does not apply to --tasks")
 
 
@@ -239,17 +247,15 @@ def test_what_options_contradict_is_refused_before_torch_is_loaded():
 
 
 @pytest.mark.slow
-def test_sparsity_is_counted(neuzip, tmp_path: Path):
-    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "least-squares")
-    neuzip("compress", tmp_path / "t", tmp_path / "t.nz", "--ternary", "--activations", "a4.8")
+def test_sparsity_is_counted(neuzip, with_a4_8: Path):
     asked = ["--text", "demo", "--conventions", "token", "--max-tokens", 512, "--device", "cpu", "--sparsity"]
-    said = neuzip("eval", tmp_path / "t.nz", "--residency", "packed", "--json", *asked)
+    said = neuzip("eval", with_a4_8, "--residency", "packed", "--json", *asked)
     zeros = said.json["sparsity"]
     assert zeros["sites"]["out"] == pytest.approx(0.5, abs=0.01)
     assert 0.05 < zeros["sites"]["qkv"] < 0.3
     assert zeros["parameters"] == 1_179_648
     assert zeros["active"] == pytest.approx((1 - zeros["overall"]) * zeros["parameters"], abs=1)
-    dense = neuzip("eval", tmp_path / "t.nz", *asked)
+    dense = neuzip("eval", with_a4_8, *asked)
     assert "activations that are 0" in dense.stdout
     assert (
         "--sparsity: counted on unquantised activations, as --residency dense does not quantise them\n"

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +26,12 @@ Speak = Callable[..., Any]
 
 
 @pytest.fixture
-def write(tmp_path: Path, root: Path) -> Callable[..., Path]:
-    """Write a run.toml for the demo checkpoint, with some values changed and others left out (None)."""
+def write(tmp_path: Path, tiny: Path) -> Callable[..., Path]:
+    """Write a run.toml for the tiny checkpoint, with some values changed and others left out (None)."""
 
     def make(**changes: Any) -> Path:
         values = {
-            "model": str(root / "eval/demo/checkpoint"), "text": "demo", "output": str(tmp_path / "out"),
+            "model": str(tiny), "text": "demo", "output": str(tmp_path / "out"),
             "steps": 4, "lr": 1e-3, "window": 16, "batch_size": 2, "device": "cpu", **changes,
         }  # fmt: skip
         path = tmp_path / "run.toml"
@@ -42,14 +43,12 @@ def write(tmp_path: Path, root: Path) -> Callable[..., Path]:
 
 @pytest.mark.slow
 def test_a_run_leaves_model_log_and_picture(
-    in_all_modes: Callable[..., dict[str, Any]], write: Callable[..., Path], tmp_path: Path
+    in_all_modes: Callable[..., dict[str, Any]], write: Callable[..., Path], tmp_path: Path, root: Path
 ) -> None:
-    import shutil
-
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    out = tmp_path / "out"
-    said = in_all_modes("train", write(), prepare=lambda: shutil.rmtree(out, ignore_errors=True))
+    out, run = tmp_path / "out", write(model=str(root / "eval/demo/checkpoint"))
+    said = in_all_modes("train", run, prepare=lambda: shutil.rmtree(out, ignore_errors=True))
     assert said["human"].exit_code == 0
     assert not torch.are_deterministic_algorithms_enabled()
     assert {"model", "checkpoint", "log.jsonl", "loss.svg", "run.json"} == {p.name for p in out.iterdir()}
@@ -159,13 +158,10 @@ def test_configurations_of_no_model_are_refused(
 
 @pytest.mark.parametrize("ternary", [None, "b1.58"])
 def test_a_model_is_trained_from_scratch_to_a_container(
-    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, root: Path, ternary: str | None
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, tiny: Path, ternary: str | None
 ) -> None:
-    demo = root / "eval/demo/checkpoint"
-    config = {**json.loads((demo / "config.json").read_text()), "hidden_size": 32, "intermediate_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "head_dim": 8}))
     path = write(
-        model=None, scratch=str(tmp_path / "config.json"), tokenizer=str(demo), compress=True, ternary=ternary
+        model=None, scratch=str(tiny / "config.json"), tokenizer=str(tiny), compress=True, ternary=ternary
     )  # fmt: skip
     said = neuzip("train", path, "--json")
     assert said.exit_code == 0, said.stderr
@@ -179,7 +175,7 @@ def test_a_model_is_trained_from_scratch_to_a_container(
     from neuzip.runtime.hf.load import load_model
 
     loaded = load_model(model, residency="packed")
-    assert loaded.config.num_hidden_layers == 2
+    assert loaded.config.hidden_size == 32
     assert bool(bit_linears(loaded)) == bool(ternary)
 
 

@@ -347,9 +347,10 @@ def test_a_container_is_patched_and_stays_one(neuzip, model, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_compress_does_it_in_one_go(neuzip, model, tmp_path: Path):
-    dst = tmp_path / "small"
-    asked = ("compress", model, dst, "--attention", "8bit", "--device", "cpu", "--json")
+def test_compress_does_it_in_one_go(neuzip, model, root: Path, tmp_path: Path):
+    dst, text = tmp_path / "small", tmp_path / "text.txt"
+    text.write_text((root / "LICENSE").read_text()[:3000])
+    asked = ("compress", model, dst, "--attention", "8bit", "--text", text, "--device", "cpu", "--json")
     tried = neuzip(*asked, "--dry-run")
     assert not dst.exists()
     said = neuzip(*asked)

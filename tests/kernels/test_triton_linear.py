@@ -6,11 +6,10 @@ dtype. So a row that has no escapes counts as much as one that has many.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
+import compile_only
 import pytest
 import torch
 import torch.nn.functional as F
@@ -212,13 +211,9 @@ layouts(some, C=125, BM=32, W=4, EVEN=False, **form | dict(HALF=True))
 
 
 @pytest.mark.slow
-def test_element_i_is_in_thread_i():
+def test_element_i_is_in_thread_i(tmp_path: Path, kernel_cache: Path):
     """What the instructions rely on, and Triton does not promise: asked of the compiler, for an H100."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    said = subprocess.run(
-        [sys.executable, "-P", "-c", COMPILED], env=environment, capture_output=True, text=True, check=True
-    )
-    *threads, narrow, wide = said.stdout.splitlines()
+    *threads, narrow, wide = compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()
     lines = [line.split(" | ") for line in threads]
     assert [int(count) for count, *_ in lines] == [8, 16]  # of a turn 8
     for _, *found in lines:

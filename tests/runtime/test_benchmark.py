@@ -194,8 +194,22 @@ def test_a_model_leaves_no_memory_behind(small: Path, device: torch.device):
 SHORT = ("--prompt-tokens", 8, "--new-tokens", 4, "--rounds", 1, "--device", "cpu")
 
 
+@pytest.fixture
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured for a plan is measured by the first command and shown by all."""
+    original, kept = speed.measure, {}
+
+    def measured(plan: BenchmarkPlan, **options: Any) -> Speeds:
+        if plan not in kept:
+            kept[plan] = original(plan, **options)
+        return kept[plan]
+
+    monkeypatch.setattr(speed, "measure", measured)
+
+
 @needs_version_5
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_once")
 def test_command_in_all_modes(small: Path, in_all_modes):
     said = in_all_modes("bench", small, "--residency", "packed", "--batch", "1,2", *SHORT)
     human = said["human"].stdout
@@ -246,6 +260,7 @@ def test_how_far_runs_are_apart_is_told(small: Path, neuzip, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_once")
 def test_compiled_steps_are_told(small: Path, neuzip):
     said = neuzip("bench", small, "--compile", "--batch", "1", *SHORT)
     assert said.exit_code == 0, said.stderr
