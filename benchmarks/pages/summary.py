@@ -123,14 +123,14 @@ def ternary_mode(document: Document, conversion: Document) -> str:
 
 
 def cache_modes(document: Document, attention: Document) -> str:
-    """A quantised KV cache: the best and the worst speed of attention alone."""
+    """A quantised KV cache: the best and the worst speed of attention alone, if the form was timed."""
     results = cache_rows(document)
     form = default_form(results)
     base, rows = results[16, None]["perplexity"], []
     for bits in (8, 4):
-        by_speed = sorted((r for r in attention["results"] if r["bits"] == bits), key=lambda r: -r["speedup"])
-        best, worst = by_speed[0], by_speed[-1]
-        rows.append(render("summary.cache", cache_option(bits, form), results[bits, form], base, best, worst))
+        timed = [r for r in attention["results"] if (r["bits"], r.get("form", "a4.8")) == (bits, form)]
+        by_speed = sorted(timed, key=lambda r: -r["speedup"])
+        rows.append(render("summary.cache", cache_option(bits, form), results[bits, form], base, by_speed))
     return "\n".join(rows)
 
 

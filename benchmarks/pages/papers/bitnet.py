@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pages.attention import cache_rows
 from pages.layout import Document, linked, load, table
 from pages.papers import bitnet_training as trained
 from pages.papers.bitnet_training import TO_RUN
@@ -136,19 +137,19 @@ def table_3() -> PaperItem:
 
 
 def cache_costs() -> str:
-    """What 4-bit and 3-bit KV caches of dense models add to their perplexity, in words."""
+    """What the paper's 4-bit and 3-bit KV caches add to the perplexity of dense models, in words."""
     return "; ".join(
         f"{title} {rise(document, 4):+.1f} % of perplexity with 4 bits, {rise(document, 3):+.1f} % with 3 "
         "bits"
         for name, title in (("wikilm-26m", "wikilm-26m"), ("smollm2-135m", "SmolLM2-135M"))
-        if (document := load(f"kv_cache-{name}"))
+        if (3, "a4.8") in cache_rows(document := load(f"kv_cache-{name}"))
     )
 
 
 def rise(document: Document, bits: int) -> float:
-    """By how many percent a cache of so many bits raises the perplexity, with absmax codes."""
-    by_bits = {(r["bits"], r["span"]): r["perplexity"] for r in document["results"]}
-    percent: float = 100 * (by_bits[bits, "absmax"] / by_bits[16, None] - 1)
+    """By how many percent a cache of so many bits in the paper's form raises the perplexity."""
+    rows = cache_rows(document)
+    percent: float = 100 * (rows[bits, "a4.8"]["perplexity"] / rows[16, None]["perplexity"] - 1)
     return percent
 
 
