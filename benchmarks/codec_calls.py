@@ -55,8 +55,7 @@ def main() -> None:
     print(f"{'call':10}{'tensors':>8}{'operations':>12}{'launches':>10}{'values read':>13}")
     for count in arguments.tensors:
         weights = [
-            (torch.randn(600 if i % 2 else 300) * 0.02).bfloat16().view(torch.int16)
-            for i in range(count)
+            (torch.randn(600 if i % 2 else 300) * 0.02).bfloat16().view(torch.int16) for i in range(count)
         ]
         coded = shown("encode", count, launches, lambda: encode_all(weights, BF16))  # noqa: B023
         tensors = [tensor_of(one, bits) for one, bits in zip(coded, weights, strict=True)]
