@@ -136,7 +136,8 @@ class Tokenised:
         max_tokens: int | None = None,
     ) -> None:
         self.text, self._tokenizer = text, tokenizer
-        self.positions, self.max_tokens = positions, None
+        self.positions = positions
+        self.max_tokens: int | None = None
         content = text.content
         # transformers would say that the text is longer than the model's context.
         with quiet_transformers(), naming_tokenizer(tokenizer):
