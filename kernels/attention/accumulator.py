@@ -41,8 +41,8 @@ def cut(x: Tensor, bits: int = MANTISSA_BITS) -> Tensor:
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"x is {x.dtype}: give float32 or float64")
     word, mantissa = (torch.int32, 23) if x.dtype == torch.float32 else (torch.int64, 52)
-    kept = (x.contiguous().view(word) & -(1 << (mantissa - bits))).view(x.dtype)
-    return torch.where(x.isnan(), x, kept)
+    prefix = (x.contiguous().view(word) & -(1 << (mantissa - bits))).view(x.dtype)
+    return torch.where(x.isnan(), x, prefix)
 
 
 def accumulate(p: Tensor, v: Tensor, start: Tensor | None = None, alignment: Alignment = "whole") -> Tensor:

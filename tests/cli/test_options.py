@@ -158,7 +158,8 @@ SAMPLES = {
     "--sensitivity": "fisher", "--drop-layers": "auto", "--block-size": "64", "--mantissa-bits": "3",
     "--ternary-quantizer": "least-squares", "--ternary-group": "row", "--ternary-packing": "2bit",
     "--activations": "none", "--attention": "8bit", "--choice": "block", "--drop": "1", "--window": "9",
-    "--stride": "9", "--max-tokens": "4096", "--kv-bits": "8", "--limit": "9", "--gguf-type": "q2_0",
+    "--stride": "9", "--max-tokens": "4096", "--kv-bits": "8", "--query-bits": "4", "--limit": "9",
+    "--gguf-type": "q2_0",
     "--kv-form": "a4.8", "--linear-class": "bitlinear", "--mode": "online", "--max-kld": "1",
     "--bits": "4", "--scheme": "rounded", "--calibration": "none",
 }  # fmt: skip

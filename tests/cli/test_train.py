@@ -205,7 +205,7 @@ def test_a_run_without_a_checkpoint_begins_anew(
 
     from neuzip.train.trainer import Trainer
 
-    def fails(*_: Any) -> float:
+    def fails(*_: Any, **__: Any) -> float:
         raise NeuzipError("killed")
 
     with monkeypatch.context() as patch:

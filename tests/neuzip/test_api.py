@@ -387,7 +387,7 @@ def test_names_stubs_and_homes_agree() -> None:
         if alias.asname is not None
     }
     homes = {name: f"{module}.{name}" for name, module in neuzip._HOME.items()}
-    assert stubs == homes
+    assert stubs == homes | {name: f"neuzip.{name}" for name in neuzip._MODULES}
     assert sorted(neuzip.__all__) == sorted([*homes, "__version__"]) == dir(neuzip)
     for name, module in neuzip._HOME.items():
         assert getattr(neuzip, name) is getattr(importlib.import_module(module), name)

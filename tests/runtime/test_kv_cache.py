@@ -326,9 +326,10 @@ def test_fragments_are_for_queries_of_16_bits_and_groups_of_whole_instructions()
     plain, query = kv_cache.empty((1, 2, 8, 130), 4), states(1, 2, 130, dtype=torch.bfloat16)
     assert triton_fragments.fits(query, plain, plain)
     assert not triton_fragments.fits(query.float(), plain, plain)
-    narrow = kv_cache.empty((1, 2, 8, 130), 4, group=16)
-    assert triton_fragments.fits(query, plain, narrow)
-    assert not triton_fragments.fits(query, narrow, plain)
+    groups = {group: kv_cache.empty((1, 2, 8, 130), 4, group=group) for group in (16, 32, 64)}
+    assert triton_fragments.fits(query, groups[32], groups[64])
+    assert not triton_fragments.fits(query, groups[16], plain)
+    assert not triton_fragments.fits(query, plain, groups[32])
     in_fp16 = kv_cache.empty((1, 2, 8, 130), 4, scale_dtype=torch.float16)
     assert not triton_fragments.fits(query, plain, in_fp16)
     gone = kv_cache.empty((1, 2, 0, 130), 4)
@@ -459,7 +460,7 @@ class Rounded(DynamicCache):
         self.bits, self.first, self.form = bits, first.tolist(), form
         self.states = [(torch.zeros(0), torch.zeros(0))] * config.num_hidden_layers
         self.still = [
-            still_channels(config, layer, 1024, config.hidden_size // config.num_attention_heads)
+            still_channels(config, layer, 4096, config.hidden_size // config.num_attention_heads)
             for layer in range(config.num_hidden_layers)
         ]
 
@@ -799,7 +800,7 @@ def test_generate_says_what_its_cache_took(neuzip):
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu"
     )
     assert "KV cache in 4 bits, " in said.stderr
-    assert "attention: dequantised, then the model's own attention: attention over rotated" in said.stderr
+    assert "attention: dequantised, then the model's own attention: the kernel is for GPUs" in said.stderr
     answer = neuzip(
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu",
         "--json",

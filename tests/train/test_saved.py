@@ -142,8 +142,8 @@ def test_weights_that_are_no_numbers_do_not_replace_a_checkpoint(tmp_path: Path)
 def test_a_running_norm_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = Trainer._backward
 
-    def overflowing(*arguments: Any, update: bool) -> Any:
-        loss, squares = backward(*arguments, update=update)
+    def overflowing(*arguments: Any, **options: Any) -> Any:
+        loss, squares = backward(*arguments, **options)
         return loss, squares * math.inf
 
     monkeypatch.setattr(Trainer, "_backward", overflowing)

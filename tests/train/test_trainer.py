@@ -351,8 +351,8 @@ def test_a_norm_that_is_no_number_changes_no_weight(monkeypatch: pytest.MonkeyPa
     before = bits(model)
     backward = Trainer._backward
 
-    def overflowing(*arguments: Any, update: bool) -> Any:
-        loss, squares = backward(*arguments, update=update)
+    def overflowing(*arguments: Any, **options: Any) -> Any:
+        loss, squares = backward(*arguments, **options)
         return loss, squares * math.inf
 
     monkeypatch.setattr(Trainer, "_backward", overflowing)

@@ -221,7 +221,7 @@ def figure_4() -> PaperItem:
         f"Gemma 2 2B and Phi 3.5 Mini, the kernels of a GPU, and {5 - seeds} of five seeds",
         f"Small models on a CPU, {document['steps']} steps of {document['tokens_a_step']} tokens of "
         f"WikiText-2 in fp32; seeds: {seeds}. neuzip filters gradients on GPUs alone, so the filter is plain "
-        "torch with the rule of neuzip's kernels. The threshold of the paper, and of neuzip for bf16, is "
+        "torch with the rule of the kernels. The threshold of the paper, and of neuzip for bf16, is "
         "2^-12. With a vocabulary of 1,024 all tiles are kept, so the filter does nothing. From scratch with "
         "8,192 tokens, nearly all probabilities are below 2^-12 at first, and only tiles with a target have "
         "gradients. The paper fine-tunes trained models.",
