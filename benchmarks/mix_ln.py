@@ -129,6 +129,16 @@ class Texts:
     vocab_size: int
 
 
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where a model trains, on which text, and with which tokenizer."""
+    parser.add_argument("--compile", action="store_true", help="torch.compile")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    data = Path(os.environ.get("NEUZIP_DATA", "NEUZIP_DATA-is-not-set"))
+    parser.add_argument("--text", type=Path, default=data / "train-mix.jsonl.gz")
+    parser.add_argument("--held-out", type=Path, default=data / "wikitext-2" / "wiki.test.raw")
+    parser.add_argument("--tokenizer", type=Path, default=data / "wikilm-26m")
+
+
 def main() -> None:
     """Make the runs that are missing, or report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -147,12 +157,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, help="the highest learning rate; the recipe's otherwise")
     parser.add_argument("--held-tokens", type=int, default=MOST_HELD, help="of a held-out text, at most")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
-    parser.add_argument("--compile", action="store_true", help="torch.compile")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    data = Path(os.environ.get("NEUZIP_DATA", "NEUZIP_DATA-is-not-set"))
-    parser.add_argument("--text", type=Path, default=data / "train-mix.jsonl.gz")
-    parser.add_argument("--held-out", type=Path, default=data / "wikitext-2" / "wiki.test.raw")
-    parser.add_argument("--tokenizer", type=Path, default=data / "wikilm-26m")
+    add_places(parser)
     arguments = parser.parse_args()
     if not arguments.report:
         make(arguments)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mix_ln import OWN, Settings, interval, mean_of, one_run, read, require_settings
+from mix_ln import OWN, Settings, add_places, interval, mean_of, one_run, read, require_settings
 from mix_ln_recipes import LENGTH, RECIPES
 from record import Environment, Measurement, save
 
@@ -108,12 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="the size's own otherwise")
     parser.add_argument("--batch", type=int, default=2, help=f"windows of {LENGTH} tokens a step")
     parser.add_argument("--held-tokens", type=int, default=8192, help="of a held-out text, at most")
-    parser.add_argument("--compile", action="store_true", help="torch.compile")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    data = Path(os.environ.get("NEUZIP_DATA", "NEUZIP_DATA-is-not-set"))
-    parser.add_argument("--text", type=Path, default=data / "train-mix.jsonl.gz")
-    parser.add_argument("--held-out", type=Path, default=data / "wikitext-2" / "wiki.test.raw")
-    parser.add_argument("--tokenizer", type=Path, default=data / "wikilm-26m")
+    add_places(parser)
     arguments = parser.parse_args()
     if not arguments.report:
         train(arguments)
