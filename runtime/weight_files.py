@@ -109,9 +109,9 @@ def _groups(tensors: Sequence[SourceTensor]) -> Iterator[list[SourceTensor]]:
 
 def attach_steps(tensors: Mapping[str, torch.Tensor], file: str | Path) -> None:
     """Give matrices that a compressed file has quantized the steps of their rows as the attribute STEPS."""
-    with opened([str(file)]) as source:
+    with FolderSource(file) as source:  # this file alone: a folder of many shards is loaded file by file
         for tensor in source.tensors():
-            if tensor.name in tensors and (steps := row_steps(source, tensor)) is not None:
+            if (steps := row_steps(source, tensor)) is not None:
                 setattr(tensors[tensor.name], STEPS, steps)
 
 

@@ -71,11 +71,10 @@ def halves_together(one, other, COMPILED: tl.constexpr):
 
 @triton.jit
 def masked_or(word, MASK: tl.constexpr, MORE: tl.constexpr, COMPILED: tl.constexpr):
-    """The bits of an int32 that MASK has, and those of MORE: one instruction."""
+    """The bits of an int32 that MASK has, and those of MORE: one instruction, not the compiler's two."""
     if COMPILED:
-        mask, more = tl.full(word.shape, MASK, tl.int32), tl.full(word.shape, MORE, tl.int32)
         result = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, more],
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,n,r", [word, MASK, MORE],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from neuzip.kernels.device.mma_fragments import float_of, less
+from neuzip.kernels.device.mma_fragments import float_of, less, masked_or
 
 
 @triton.jit
@@ -36,19 +36,6 @@ def _spare_bits(word, SPARE: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
-def _masked(word, MASK: tl.constexpr, ABOVE: tl.constexpr, COMPILED: tl.constexpr):
-    """The bits of MASK of a word, with those of ABOVE set: in one instruction, not the compiler's two."""
-    if COMPILED:
-        number = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,n,r", [word, MASK, ABOVE],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        number = (word & MASK) | ABOVE
-    return number
-
-
-@triton.jit
 def _code(words, SLOT: tl.constexpr, WIDTH: tl.constexpr, COMPILED: tl.constexpr):
     """The code of a slot, in fp32. Fields that end above bit 23 are taken from the word shifted by 9."""
     word = words[SLOT // 2 // (16 // WIDTH)]
@@ -57,7 +44,7 @@ def _code(words, SLOT: tl.constexpr, WIDTH: tl.constexpr, COMPILED: tl.constexpr
     AT: tl.constexpr = BIT - 9 if SHIFTED else BIT
     if SHIFTED:
         word = word >> 9
-    number = _masked(word, ((1 << WIDTH) - 1) << AT, (150 - AT) << 23, COMPILED)
+    number = masked_or(word, ((1 << WIDTH) - 1) << AT, (150 - AT) << 23, COMPILED)
     BIAS: tl.constexpr = (1 << (23 - AT)) + (1 << (WIDTH - 1))
     return number.to(tl.float32, bitcast=True) - BIAS
 
@@ -111,7 +98,7 @@ def _pair_by_terms(words, step, patch, PAIR: tl.constexpr, WIDTH: tl.constexpr, 
     """
     BIT: tl.constexpr = PAIR % (16 // WIDTH) * WIDTH
     word = words[PAIR // (16 // WIDTH)] >> BIT
-    number = _masked(word, ((1 << WIDTH) - 1) * 0x10001, 0x43004300, COMPILED)
+    number = masked_or(word, ((1 << WIDTH) - 1) * 0x10001, 0x43004300, COMPILED)
     code = less(number, 128 + (1 << (WIDTH - 1)), False, COMPILED)
     if COMPILED:
         pair = tl.inline_asm_elementwise(

@@ -69,8 +69,12 @@ def _bit_length(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _differences(old, new, at, inside, BITS: tl.constexpr):
-    """Which weights changed, by which magnitude, whether downwards, and what is left of large magnitudes."""
+def _differences(old, new, old_tensors, new_tensors, owner, begin, length, BITS: tl.constexpr):
+    """Which weights of a block changed, whether downwards, by more than 1, and what is left of that."""
+    old += tl.load(old_tensors + owner + 2) + begin
+    new += tl.load(new_tensors + owner + 2) + begin
+    at = tl.arange(0, _BLOCK)
+    inside = at < length
     a = _unsigned(tl.load(old + at, mask=inside, other=0), BITS)  # [BLOCK]
     b = _unsigned(tl.load(new + at, mask=inside, other=0), BITS)
     difference = _modulo(b - a, BITS)
@@ -87,14 +91,7 @@ def measure_kernel(
 ):
     """The descriptor of a block."""
     block, length, begin, owner = _block_of(blocks, owners, old_tensors)
-    at = tl.arange(0, _BLOCK)
-    changed, _, large, rest = _differences(
-        old + tl.load(old_tensors + owner + 2) + begin,
-        new + tl.load(new_tensors + owner + 2) + begin,
-        at,
-        at < length,
-        BITS,
-    )
+    changed, _, large, rest = _differences(old, new, old_tensors, new_tensors, owner, begin, length, BITS)
     count, more = tl.sum(changed.to(tl.int32), 0), tl.sum(large.to(tl.int32), 0)
     width = _bit_length(tl.max(rest, 0), WIDE)
     tl.store(descriptors + block, count | more << _COUNT_BITS | width << 2 * _COUNT_BITS)
@@ -130,11 +127,7 @@ def encode_kernel(
     if count > 0:
         at = tl.arange(0, _BLOCK)
         changed, negative, large, rest = _differences(
-            old + tl.load(old_tensors + owner + 2) + begin,
-            new + tl.load(new_tensors + owner + 2) + begin,
-            at,
-            at < length,
-            BITS,
+            old, new, old_tensors, new_tensors, owner, begin, length, BITS
         )
         words += tl.load(starts + block)
         rank = tl.cumsum(changed.to(tl.int32), 0) - 1
