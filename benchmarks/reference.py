@@ -119,7 +119,8 @@ eval_text = text on which the trained model's loss is measured, as `neuzip eval`
 seed = seed of window order, dropout, stochastic rounding and random weights
 device = `"auto"`, `"cpu"` or `"cuda"`
 filter_gradients = on a GPU, skip tiles of logits with negligible gradients, as Cut Cross-Entropy
-    does; false computes all gradients of the head
+    does; false computes all gradients of the head. Default: true with `model`, false from random
+    weights
 deterministic = on a GPU, use deterministic algorithms: runs repeat and resume bit by bit, but
     slower
 """)

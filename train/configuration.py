@@ -53,6 +53,9 @@ OLD = {
 }  # fmt: skip
 """Old names of keys: accepted in files until version 0.2, and in runs that began with them."""
 
+BEFORE = {"filter_gradients": True}
+"""What runs did that began before a key existed, where its default says something else."""
+
 
 @dataclass(frozen=True)
 class TrainingConfiguration:
@@ -90,7 +93,7 @@ class TrainingConfiguration:
     eval_text: str | None = None
     seed: int = 0
     device: str = "auto"
-    filter_gradients: bool = True
+    filter_gradients: bool | None = None
     deterministic: bool = False
 
     def rates(self) -> Schedule:
@@ -100,6 +103,14 @@ class TrainingConfiguration:
             self.lr, self.steps, self.warmup_steps, self.min_lr_ratio, shape, self.cooldown_lr,
             round(self.cooldown_start * self.steps),
         )  # fmt: skip
+
+    def filters_gradients(self) -> bool:
+        """Whether gradients of the head are filtered: as the file says, else only those of a trained model.
+
+        Random weights predict all V tokens alike at first, and 1 / V is below the threshold of the filter for
+        the vocabularies of most models: it would drop all gradients but those of tiles with a target.
+        """
+        return self.model is not None if self.filter_gradients is None else self.filter_gradients
 
     def recipe(self) -> BitNetRecipe | None:
         """The model of the preset, in the size of this run; None without a preset."""
@@ -135,7 +146,8 @@ class TrainingConfiguration:
         return {**self._values(), "window": windows.length, TOKENS: windows.checksum()}
 
     def _values(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "output": str(self.output)}
+        own = {"output": str(self.output), "filter_gradients": self.filters_gradients()}
+        return {**dataclasses.asdict(self), **own}
 
     def require_same_text(self, before: dict[str, Any], windows: TrainingWindows) -> None:
         """Raise UsageError where a run that goes on would read other tokens, from files of the same names."""
@@ -147,7 +159,7 @@ class TrainingConfiguration:
 
     def require_same(self, before: dict[str, Any]) -> None:
         """Raise UsageError where a run that goes on would become another one."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)} | BEFORE
         before = {OLD.get(name, name): value for name, value in before.items()}
         for name, value in self._values().items():
             if name == "window" and value is None:

@@ -87,7 +87,7 @@ def train_compressed(
     device: AnyDevice = None,
     ahead: bool | None = None,
     triton: bool | None = None,
-    filter_gradients: bool = True,
+    filter_gradients: bool = False,
 ) -> Trainer:
     """Prepare a causal language model for training with weights that are compressed in memory.
 
@@ -104,7 +104,8 @@ def train_compressed(
                       takes a second buffer. None does so on a GPU
     triton            encode with the Triton kernels on a CPU too, for tests. On a GPU neuzip always does
     filter_gradients  on a GPU, skip the tiles of logits that `linear_cross_entropy` filters by default when
-                      computing the gradients of the head. A CPU never filters
+                      computing the gradients of the head. A CPU never filters. True is for trained models:
+                      from random weights it raises the loss
 
     On a CPU, `compressed` does not change the bits of the result. On a GPU, the same holds if torch uses
     deterministic algorithms. Otherwise the backward passes of torch differ from run to run.

@@ -61,6 +61,9 @@ EXAMPLES = [
     "cooldown_lr, cooldown_start, max_grad_norm, clipping, compressed,",
     "compress, checkpoint_every, budget_minutes, seed, device,",
     "filter_gradients, deterministic, scratch, ternary, int8_fraction, dtype",
+    "",
+    "By default filter_gradients is true with model, and false from random",
+    "weights (scratch, preset).",
 ]
 
 
@@ -252,7 +255,7 @@ def _begin(
         clipping=settings.clipping,  # type: ignore[arg-type]  # it was checked
         micro_batch_size=settings.micro_batch_size,
         optimizer_state=settings.optimizer_state,  # type: ignore[arg-type]  # so was this
-        seed=settings.seed, device=device, filter_gradients=settings.filter_gradients,
+        seed=settings.seed, device=device, filter_gradients=settings.filters_gradients(),
     )  # fmt: skip
     return trainer, windows
 

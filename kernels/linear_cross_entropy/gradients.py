@@ -53,7 +53,9 @@ def linear_cross_entropy(
     return_lse     also the log-sum-exp of each token, [..., T - shift], through which gradients flow too
     filter_eps     tiles of logits in which |softmax - onehot| is nowhere so large add nothing to gradients.
                    "auto" is a 32nd of the dtype's resolution: 2**-12 for bf16, 2**-15 for fp16. None: exact.
-                   On a head whose softmax is spread out most tiles stay, and None is then the faster one
+                   On a head whose softmax is spread out most tiles stay, and None is then the faster one.
+                   Give None to train from random weights: all probabilities are near 1 / V at first, which
+                   is below 2**-12 for more than 4,096 tokens
     sort_vocabulary  put the vocabulary in the order of mean logits first, so that fewer tiles are left; this
                    takes time of its own
     drop_ignored   copy the tokens that count first, so that the forward pass multiplies no others. This waits

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.train import configuration
 from neuzip.train.scratch import random_model
 
@@ -158,14 +159,27 @@ def test_configurations_of_no_model_are_refused(
 
 @pytest.mark.parametrize("ternary", [None, "b1.58"])
 def test_a_model_is_trained_from_scratch_to_a_container(
-    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, tiny: Path, ternary: str | None
+    neuzip: Speak,
+    write: Callable[..., Path],
+    tmp_path: Path,
+    tiny: Path,
+    ternary: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    filters = []
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        filters.append(options["filter_eps"])
+        return linear_cross_entropy(*arguments, **options)
+
+    monkeypatch.setattr("neuzip.train.head_loss.linear_cross_entropy", noting)
     path = write(
         model=None, scratch=str(tiny / "config.json"), tokenizer=str(tiny), compress=True, ternary=ternary
     )  # fmt: skip
     said = neuzip("train", path, "--json")
     assert said.exit_code == 0, said.stderr
     assert said.json["loss"] == pytest.approx(6.93, abs=0.3)  # ln 1024: it knows nothing yet
+    assert set(filters) == {None}
     model = tmp_path / "out" / "model"
     assert (
         sorted(p.name for p in model.iterdir() if "neuzip" in p.name)
@@ -372,6 +386,24 @@ def test_old_keys_are_accepted_with_a_warning(
     file.write_text(file.read_text() + "window = 9\n")
     said = neuzip("train", file)
     assert said.exit_code == 2 and f"error: {file}: length and window are one key" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("start", "filtered"),
+    [
+        ({}, True),
+        ({"model": None, "scratch": "c", "tokenizer": "t"}, False),
+        ({"model": None, "preset": "bitnet-a4.8-700m", "tokenizer": "t"}, False),
+    ],
+)
+def test_gradients_are_filtered_of_trained_models_unless_the_file_decides(
+    start: dict[str, Any], filtered: bool
+) -> None:
+    given = {key: value for key, value in {**GIVEN, **start}.items() if value is not None}
+    assert configuration.checked(given, "run.toml").filters_gradients() is filtered
+    for choice in (True, False):
+        said = configuration.checked({**given, "filter_gradients": choice}, "run.toml")
+        assert said.filters_gradients() is choice
 
 
 def test_values_get_their_types(tmp_path: Path) -> None:

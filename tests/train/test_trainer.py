@@ -177,9 +177,12 @@ def test_deterministic_algorithms_are_on_within_and_as_before_outside() -> None:
         raise RuntimeError("something else")
 
 
-@pytest.mark.parametrize(("filtered", "eps"), [(True, "auto"), (False, None)])
+@pytest.mark.parametrize(
+    ("options", "eps"),
+    [({}, None), ({"filter_gradients": True}, "auto"), ({"filter_gradients": False}, None)],
+)
 def test_the_filter_of_the_head_is_the_callers_choice(
-    filtered: bool, eps: str | None, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, bool], eps: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
 
@@ -188,7 +191,7 @@ def test_the_filter_of_the_head_is_the_callers_choice(
         return linear_cross_entropy(*arguments, **options)
 
     monkeypatch.setattr("neuzip.train.head_loss.linear_cross_entropy", noting)
-    train_compressed(llama(), filter_gradients=filtered).step(batches(1)[0], 1e-3)
+    train_compressed(llama(), **options).step(batches(1)[0], 1e-3)  # type: ignore[arg-type]
     assert given and set(given) == {eps}
 
 
