@@ -214,7 +214,8 @@ def report(runs: dict[str, list[Row]], name: str) -> None:
     }  # fmt: skip
     what = "variants of Mix-LN and Pre-LN at equal tokens: perplexity, and what each layer is worth"
     # The runs may come from several commands; this one would make all of them.
-    environment = replace(Environment.read(first["environment"]), command=Environment.here().command)
+    again = Environment.here().command.replace(" --report", "")
+    environment = replace(Environment.read(first["environment"]), command=again)
     measurement = Measurement(environment, rows, facts)
     print(f"saved {save(f'mix_ln_variants-{name}', what, measurement)}")
 

@@ -19,6 +19,8 @@ from pages.papers.sage_attention import sage_attention
 
 TRUE, FALSE = Claim("a", True), Claim("b", False)
 
+MEASURED = {"ours": "1", "results": ["x"], "on": "a model"}
+
 
 def item(**values: object) -> PaperItem:
     return PaperItem("Table 1", "shows", "paper", **values)  # type: ignore[arg-type]
@@ -31,14 +33,13 @@ def item(**values: object) -> PaperItem:
         ({"claims": ()}, "not run"),
         ({"obstacle": "weights"}, "cannot run here"),
         ({"drawn": True}, "nothing to measure"),
-        ({"ours": "1", "results": ["x"]}, "in part"),
-        ({"ours": "1", "results": ["x"], "missing": "rows"}, "in part"),
-        ({"ours": "1", "results": ["x"], "claims": [TRUE]}, "reproduced in small"),
-        ({"ours": "1", "results": ["x"], "claims": [TRUE], "missing": "rows"}, "in part, trend agrees"),
-        ({"ours": "1", "results": ["x"], "claims": [TRUE, FALSE]}, "trend differs"),
-        ({"ours": "1", "results": ["x"], "claims": [FALSE], "missing": "rows"}, "in part, trend differs"),
-        ({"ours": "1", "results": ["x"], "claims": [TRUE], "missing": "r", "obstacle": "w"},
-         "in part, trend agrees"),
+        (MEASURED, "in part"),
+        ({**MEASURED, "missing": "rows"}, "in part"),
+        ({**MEASURED, "claims": [TRUE]}, "reproduced in small"),
+        ({**MEASURED, "claims": [TRUE], "missing": "rows"}, "in part, trend agrees"),
+        ({**MEASURED, "claims": [TRUE, FALSE]}, "trend differs"),
+        ({**MEASURED, "claims": [FALSE], "missing": "rows"}, "in part, trend differs"),
+        ({**MEASURED, "claims": [TRUE], "missing": "r", "obstacle": "w"}, "in part, trend agrees"),
     ],
 )  # fmt: skip
 def test_a_status_follows_from_results_and_claims(values: dict[str, object], status: str) -> None:
@@ -48,9 +49,12 @@ def test_a_status_follows_from_results_and_claims(values: dict[str, object], sta
 
 @pytest.mark.parametrize(
     "values",
-    [{"ours": "1"}, {"results": ["x"]}, {"claims": [TRUE]}, {"drawn": True, "ours": "1", "results": ["x"]}],
-)
-def test_no_number_without_a_result(values: dict[str, object]) -> None:
+    [
+        {"ours": "1"}, {"results": ["x"]}, {"claims": [TRUE]}, {"drawn": True, **MEASURED}, {"on": "a model"},
+        {"ours": "1", "results": ["x"]},
+    ],
+)  # fmt: skip
+def test_no_number_without_a_result_and_a_model(values: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="Table 1"):
         item(**values)
 

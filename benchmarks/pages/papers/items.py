@@ -46,6 +46,8 @@ class PaperItem:
     note      what differs and why, or what a run would need
     obstacle  what is not available to us; with a result it says why a part is missing
     drawn     whether there is nothing to measure
+    on        the models or values that were measured, with the size of small ones
+    sections  those of the only result that were used; empty for all
     """
 
     name: str
@@ -58,11 +60,15 @@ class PaperItem:
     note: str = ""
     obstacle: str = ""
     drawn: bool = False
+    on: str = ""
+    sections: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """A result needs a text and a file, and so does a claim. Raises ValueError."""
         if bool(self.ours) != bool(self.results) or (self.claims and not self.results):
             raise ValueError(f"{self.name}: a measured row has `ours` and `results`, any other has neither")
+        if bool(self.on) != bool(self.results):
+            raise ValueError(f"{self.name}: a measured row, and no other, says in `on` what was measured")
         if self.drawn and self.results:
             raise ValueError(f"{self.name}: there is nothing to measure, and there are results")
 

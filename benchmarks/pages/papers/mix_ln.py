@@ -9,6 +9,7 @@ from pages.layout import MODELS_READ, Document, load, table
 from pages.papers.items import Claim, PaperItem, PaperSection
 from pages.papers.mix_ln_variants import (
     NAME,
+    described,
     figure_5,
     figure_6b,
     scaled_changes,
@@ -77,12 +78,12 @@ def table_1() -> PaperItem:
         ("mix_ln-once", "mix_ln"),
         claims,
         "DeepNorm, and the sizes 130M, 250M and 1B",
-        f"Our runs see {' and '.join(shares)} of the paper's tokens, in batches of 32 in place of 512. They "
-        "use "
-        "three seeds; "
-        "± is a standard deviation. The advantage over Pre-LN in the short run may come from the scale of "
-        "the "
-        "embedding (Table 8).",
+        "Our model has the 71M recipe with a smaller vocabulary. The runs see "
+        f"{' and '.join(shares)} of the paper's tokens, in batches of 32 in place of 512. They use three "
+        "seeds; ± is a standard deviation. The advantage over Pre-LN in the short run may come from the "
+        "scale of the embedding (Table 8).",
+        on=f"Llamas of {millions(once)} parameters after {' and '.join(map(seen, (once, repeated)))}, "
+        "3 seeds",
     )  # fmt: skip
 
 
@@ -91,6 +92,16 @@ def tokens_seen(document: Document) -> int:
     settings = document["settings"]
     tokens: int = settings["steps"] * settings["batch"] * WINDOW
     return tokens
+
+
+def millions(document: Document) -> str:
+    """The parameters of a result's model, in millions."""
+    return f"{document['parameters'] / 1e6:.0f} M"
+
+
+def seen(document: Document) -> str:
+    """The tokens of all steps of a run, in millions."""
+    return f"{tokens_seen(document) / 1e6:.0f} M tokens"
 
 
 def shown(document: Document, placement: str | None) -> str:
@@ -139,6 +150,7 @@ def figure_2() -> PaperItem:
         "drop is "
         "that of the loss.",
         "weights of BERT-large and Llama-2 7B",
+        on=" and ".join(map(MODELS_READ.__getitem__, documents)),
     )  # fmt: skip
 
 
@@ -167,7 +179,8 @@ def gradient_table(norms: dict[str, list[float]], placements: Sequence[str]) -> 
 
 def figure_3() -> PaperItem:
     """What small models with Pre-LN and Post-LN look like inside."""
-    norms = gradients(load("mix_ln"))
+    document = load("mix_ln")
+    norms = gradients(document)
     return PaperItem(
         "Figure 3", "A 130M model with Post-LN and with Pre-LN: distances, drops, gradient norms",
         "Gradient norms at the start of training: Pre-LN's fall with depth, Post-LN's early layers have the "
@@ -178,10 +191,11 @@ def figure_3() -> PaperItem:
                late(norms["pre"]) < early(norms["pre"])),
          Claim("Post-LN: gradient norms are smaller in the first half of the layers",
                early(norms["post"]) < late(norms["post"]))],
-        "angular distances and drops by layer",
+        "the 130M model, and angular distances and drops by layer",
         "Figures 5 and 6b have distances and drops, of narrower models. The table has gradient norms at the "
         "first step of the 71M recipe, means of three seeds. Post-LN's are "
         "nearly equal there; they differ in the paper's direction at the end of training.",
+        on=f"Llamas of {millions(document)} parameters, 3 seeds",
     )  # fmt: skip
 
 
@@ -222,7 +236,8 @@ TABLE_4 = PaperItem(
 
 def figure_6a() -> PaperItem:
     """Gradient norms by layer and placement."""
-    norms = gradients(load("mix_ln"))
+    document = load("mix_ln")
+    norms = gradients(document)
     unevenness = {name: max(values) / min(values) for name, values in norms.items()}
     return PaperItem(
         "Figure 6a", "Gradient norms by layer with Pre-LN, Post-LN and Mix-LN, 250M",
@@ -237,6 +252,7 @@ def figure_6a() -> PaperItem:
         "norm over smallest: "
         + ", ".join(f"{unevenness[KEYS[name]]:.2f} ({name})" for name in ("Pre-LN", "Post-LN", "Mix-LN"))
         + ".",
+        on=f"Llamas of {millions(document)} parameters, 3 seeds",
     )  # fmt: skip
 
 
@@ -246,7 +262,7 @@ def table_7() -> PaperItem:
         "Table 7", "Recipes of the models",
         "71M to 7B: shapes, steps, tokens, learning rates, alpha.",
         note="[mix_ln_recipes.py](benchmarks/mix_ln_recipes.py) has them as `RECIPES`. Its 71M model has "
-        f"{load('mix_ln')['parameters'] / 1e6:.0f} M parameters, because the vocabulary is smaller.",
+        f"{millions(load('mix_ln'))} parameters, because the vocabulary is smaller.",
         drawn=True,
     )  # fmt: skip
 
@@ -280,4 +296,6 @@ def table_8() -> PaperItem:
         note="Our models see few tokens: those of 4 M parameters 120 steps of 2 windows. The embedding is "
         "multiplied by 50. The first weights of the layers that write to the stream are divided by the "
         "square root of twice the number of layers. Figure 5 describes the other models.",
+        on=f"Llamas of {millions(ours['no'])} parameters after {tokens_seen(ours['no']):,} tokens, 1 seed; "
+        f"{described(load(NAME))}",
     )  # fmt: skip

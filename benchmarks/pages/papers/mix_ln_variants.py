@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pages.layout import Document, is_measured, load, table
 from pages.papers.items import Claim, PaperItem
+from pages.training import WINDOW
 
 LARGE, NARROW = "mix_ln_variants-71M", "mix_ln_variants-narrow"
 
@@ -31,9 +32,9 @@ PAPER_SHARES = {
 
 PAPER_PLACEMENTS = {
     "pre": ("Pre-LN", 23.39), "admin": ("Admin", 24.82), "group": ("Group-LN", 23.10),
-    "sandwich": ("Sandwich-LN", 23.26), "mix": ("Mix-LN", 22.33), "deepnorm": ("DeepNorm", None),
+    "sandwich": ("Sandwich-LN", 23.26), "mix": ("Mix-LN", 22.33),
 }  # fmt: skip
-"""Table 6 of the paper, 250M; DeepNorm is in Table 1 alone."""
+"""Table 6 of the paper, 250M."""
 
 ABSENT = ("admin", "group")
 """Placements that neuzip does not have."""
@@ -76,17 +77,29 @@ def missing(rows: dict[str, Document], titles: dict[str, str], more: str) -> str
     return ", ".join([*parts, more])
 
 
+def described(document: Document) -> str:
+    """Size of the models and of their training, in words."""
+    settings = document["settings"]
+    tokens = settings["steps"] * settings["batch"] * WINDOW
+    seeds = len(document["seeds"])
+    return (
+        f"Llamas of {document['parameters'] / 1e6:.1f} M parameters after {tokens:,} tokens, "
+        f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
+    )
+
+
 def recipe(document: Document) -> str:
     """What was trained, in a sentence or two."""
     settings = document["settings"]
-    tokens = settings["steps"] * settings["batch"] * 256
     width, vocabulary = SHAPES[settings["size"]]
-    larger = " `--name 71M --size 71M --steps 480 --batch 32` trains the paper's smallest model on a GPU."
+    larger = (
+        " `python benchmarks/mix_ln_variants.py RUNS --name 71M --size 71M --steps 480 --batch 32` trains "
+        "the paper's smallest model on a GPU."
+    )
     return (
-        f"Our models have 12 layers of width {width}, {document['parameters'] / 1e6:.1f} M parameters and a "
-        f"vocabulary of {vocabulary}, and see {tokens:,} tokens: {settings['steps']} steps of "
-        f"{settings['batch']} windows. Perplexities are those of held-out documents."
-        + (larger if settings["size"] == "narrow" else "")
+        f"Our models have 12 layers of width {width} and a vocabulary of {vocabulary}, and see "
+        f"{settings['steps']} steps of {settings['batch']} windows. Perplexities are those of held-out "
+        "documents." + (larger if settings["size"] == "narrow" else "")
     )
 
 
@@ -117,6 +130,7 @@ def table_5() -> PaperItem:
             "the 1B model",
         ),
         recipe(document),
+        on=described(document),
     )  # fmt: skip
 
 
@@ -125,7 +139,7 @@ def table_6() -> PaperItem:
     document = load(NAME)
     rows = rows_of(document)
     lines = [
-        [title, "" if perplexity is None else f"{perplexity:.2f}", *cells(rows.get(name))]
+        [title, f"{perplexity:.2f}", *cells(rows.get(name))]
         for name, (title, perplexity) in PAPER_PLACEMENTS.items()
     ]
     claims = []
@@ -146,6 +160,7 @@ def table_6() -> PaperItem:
             "Admin, Group-LN, and the 250M model",
         ),
         f"{recipe(document)} Admin and Group-LN are not implemented.",
+        on=described(document),
     )  # fmt: skip
 
 
@@ -176,6 +191,7 @@ def figure_5() -> PaperItem:
         examined(found, "the 130M model, and distances over several layers (they are in the result)"),
         f"Distance to the input of the next layer at the last token, as a share of 180 degrees, on "
         f"{found[names[0]]['tokens']:,} tokens of WikiText-2. {recipe(document)}",
+        on=described(document),
     )  # fmt: skip
 
 
@@ -206,6 +222,7 @@ def figure_6b() -> PaperItem:
         examined(found, "the 130M model, fine-tuning, and the accuracy of ARC-easy"),
         f"The loss in nats per token rises by so much on {found[names[0]]['tokens']:,} tokens of WikiText-2; "
         f"the paper has the accuracy of ARC-easy. {unused}{recipe(document)}",
+        on=described(document),
     )  # fmt: skip
 
 

@@ -17,6 +17,10 @@ PAPER_TRAINING = {
 }
 """Table 1 of the paper: validation loss, GiB, iterations per second; None where it ran out of memory."""
 
+SHAPES = "random weights in the shapes of GPT-Neo 2.7B, Llama-3 8B and Llama-2 13B"
+
+DEMO = "the demo checkpoint, 1.3 M weights"
+
 TRAINING_METHODS = {"vanilla": "vanilla", "lomo": "LOMO", "ours": "NeuZip"}
 
 PAPER_INFERENCE = {
@@ -55,9 +59,8 @@ def figure_1() -> PaperItem:
         "Llama-3 8B: few exponents have nearly all weights; signs and mantissas look random.",
         *fields("trained"),
         "Llama-3 8B",
-        "The table has entropies in place of histograms; `neuzip inspect MODEL --plot FILE` draws them. The "
-        "weights "
-        "of SmolLM2-135M were dequantised from 4 bits.",
+        "The table has entropies in place of histograms; `neuzip inspect MODEL --plot FILE` draws them.",
+        on="the demo checkpoint, wikilm-26m and SmolLM2-135M",
     )  # fmt: skip
 
 
@@ -121,15 +124,15 @@ def table_1() -> PaperItem:
         ("train_memory",),
         claims,
         "the validation losses",
-        "The shapes are those of the paper's models. The weights and tokens are random, so these runs "
-        "measure "
-        "no validation loss. The GPU is an H100 (paper: A6000), and our steps have 1,024 tokens, so "
-        "iterations "
-        "per second do not compare with the paper's. LOMO is neuzip's own trainer with uncompressed weights. "
+        "The tokens are random as well, so these runs measure no validation loss. The GPU is an H100 (paper: "
+        "A6000), and our steps have 1,024 tokens, so iterations per second do not compare with the paper's. "
+        "LOMO is neuzip's own trainer with uncompressed weights. It and NeuZip filtered the gradients of the "
+        "head, which skips nearly all of them with random weights; vanilla computes them in full. "
         "Vanilla uses activation checkpointing; Figure 2 has vanilla without. "
         "Losses were compared with deterministic algorithms, over 8 "
         "steps: "
         f"{linked('all rows', 'Training with compressed weights')}.",
+        on=SHAPES, sections=tuple(TRAINED),
     )  # fmt: skip
 
 
@@ -173,6 +176,7 @@ def figure_2() -> PaperItem:
         "Peak memory in GiB of steps of 1,024 tokens, of whole models and not of one layer."
         + ("" if kept else " `python benchmarks/train_memory.py activations` measures vanilla without "
            "checkpointing. It needs a GPU, and has not run yet."),
+        on=SHAPES, sections=(*TRAINED, *(["activations"] if kept else [])),
     )  # fmt: skip
 
 
@@ -252,12 +256,11 @@ def table_3a() -> PaperItem:
         claims,
         "speed, measured memory, FP4 of bitsandbytes, NF4 without double quantisation, and models of 8B to "
         "34B",
-        "The demo checkpoint has 1.3 M weights, and our sizes are those of files. In the paper, 3 mantissa "
-        "bits "
-        "are better than INT8 at a smaller size. Here INT8 with a scale per row has the lower loss. In both, "
-        "NF4 "
-        "is smaller than 1 mantissa bit and at least about as good. Other 4-bit formats are in "
+        "Our sizes are those of files. In the paper, 3 mantissa bits are better than INT8 at a smaller size. "
+        "Here INT8 with a scale per row has the lower loss. In both, NF4 is smaller than 1 mantissa bit and "
+        "at least about as good. Other 4-bit formats are in "
         f"{linked('a table of their own', 'Quantised weights compared with other formats')}.",
+        on=DEMO,
     )  # fmt: skip
 
 
@@ -273,6 +276,7 @@ def figure_3() -> PaperItem:
         "models of 8B to 34B, and FP4 of bitsandbytes",
         "The axes are bits per weight and KL divergence. Around 4 and 8 bits, published formats lie below "
         "rounded mantissas, so rounded mantissas are not on the front there.",
+        on=DEMO,
     )  # fmt: skip
 
 
@@ -306,7 +310,8 @@ def table_4() -> PaperItem:
         ("sweep-demo",),
         claims,
         "measured memory, and a model of the paper's size",
-        "The model is the demo checkpoint, and the sizes are those of files.",
+        "Our sizes are those of files.",
+        on=DEMO,
     )  # fmt: skip
 
 
@@ -340,6 +345,7 @@ def figure_4() -> PaperItem:
         "Each figure is a call on an idle GPU. INT8 has a scale for each row of 1,024 weights. "
         f"{linked('DFloat11 and nvCOMP', 'Lossless codec on a GPU')} were measured as well, with replayed "
         "graphs.",
+        on="random weights",
     )  # fmt: skip
 
 
@@ -368,6 +374,7 @@ def at_two_sizes(name: str, shows: str, paper: str) -> PaperItem:
         "one "
         "call, decompression a replayed graph. `python benchmarks/matrix_throughput.py` measures all methods "
         "at five sizes. It needs a GPU, and has not run yet.",
+        on="random weights",
     )  # fmt: skip
 
 
@@ -379,4 +386,5 @@ def figure_5() -> PaperItem:
         *fields("random"),
         "all layers but one, and the embedding",
         "All layers have the same distribution of first weights, so one layer stands for all.",
+        on="a layer of random weights in the shape of Llama-3 8B",
     )  # fmt: skip

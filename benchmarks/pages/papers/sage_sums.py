@@ -43,11 +43,12 @@ def figure_4() -> PaperItem:
         [Claim(f"{TENSORS[name]}: every layer has a channel whose mean is larger than its standard deviation",
                least[name] > 1) for name in "qk"],
         "the paper's models",
-        f"The model is SmolLM2-135M on {document['tokens']} tokens of WikiText-2, after rotary embedding. "
+        f"The model read {document['tokens']} tokens of WikiText-2. Values are those after rotary embedding. "
         f"The picture has the first 96 tokens of layer {shown['layer']}, head {shown['head']} of keys: the "
         "one with the largest mean of a key's channel. "
         f"The largest logit of S is {max(r['s_largest'] for r in rows):.0f}, and the standard deviation of a "
         f"row is {average(rows, 's_spread'):.1f}.",
+        on="SmolLM2-135M",
     )  # fmt: skip
 
 
@@ -81,6 +82,7 @@ def figure_6() -> PaperItem:
         f"head {found['head']}, channel {found['channel']}, whose mean {found['mean']:.2f} is "
         f"{found['mean_in_deviations']:.1f} of its standard deviations, the most of all channels. Smoothing "
         f"adds the mean to the sum in the end. {EMULATED}",
+        on="SmolLM2-135M",
     )  # fmt: skip
 
 
@@ -115,6 +117,7 @@ def table_6() -> PaperItem:
         "WikiText-2, causal; Q and K are not quantised, P and V are E4M3. With two levels, as in neuzip's "
         "kernels, the products of 128 keys are summed in 22 bits and these sums in fp32. On this model the "
         f"accumulator costs {100 * share:.1f} % of what rounding P and V to E4M3 costs. {EMULATED}",
+        on="SmolLM2-135M",
     )  # fmt: skip
 
 
@@ -158,6 +161,7 @@ def table_7() -> PaperItem:
                all(r["mean_error"] > 0 for r in copied if r["mantissa_bits"] > 13))],
         "the instruction of Ada GPUs",
         "The instruction is Hopper's. The second table has sums of random products.",
+        on="random numbers",
     )  # fmt: skip
 
 
@@ -182,4 +186,5 @@ def tables_9_10() -> PaperItem:
         "Table 10, the text of both tables on the page that we read, and GPUs other than Hopper",
         "Speed with 32,768 tokens as a multiple of FlashAttention2's in torch, on an H200. We do not know "
         "the shapes of the paper's table, so the numbers test no conclusion.",
+        on="random numbers", sections=("kernels",),
     )  # fmt: skip
