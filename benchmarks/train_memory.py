@@ -112,7 +112,8 @@ def main() -> None:
         if arguments.tiny or int(os.environ.get("RANK", "0")):
             continue
         environment = Environment.here("neuzip-toolkit", "torch", "triton", "transformers", gpu=True)
-        measured = {name: Measurement(environment, rows, {"paper_gib": PAPER.get(name)})}
+        facts = {"paper_gib": PAPER.get(name), "filtered_head": False}  # earlier versions filtered
+        measured = {name: Measurement(environment, rows, facts)}
         print(f"saved {save_sections('train_memory', __doc__.splitlines()[0], measured)}", flush=True)
 
 
