@@ -5,7 +5,7 @@
     python benchmarks/mix_ln.py RUNS --report                       # and benchmarks/results/mix_ln.{json,svg}
     python benchmarks/mix_ln.py ONCE --steps 480                    # no window comes twice
     python benchmarks/mix_ln.py ONCE --report --name mix_ln-once
-    python benchmarks/mix_ln.py SMALL --size small --placements pre,mix --seeds 0 --steps 120 --batch 4 \\
+    python benchmarks/mix_ln.py SMALL --size small --placements pre,mix --seeds 0 --steps 120 --batch 2 \\
         --held-tokens 16384                                         # --report --name mix_ln-small
     python benchmarks/mix_ln.py SCALED ... --embed-scale 50         # the control: mix_ln-small-scaled
     python benchmarks/mix_ln.py INIT ... --init scaled              # and Table 8's other control

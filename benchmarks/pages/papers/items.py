@@ -96,22 +96,23 @@ class PaperSection:
     items: Sequence[PaperItem]
 
 
+SMALL = "--size small --placements pre,mix --seeds 0 --steps 120 --batch 2 --held-tokens 16384"
+"""Options of the smallest models of mix_ln.py."""
+
 COMMANDS = {
     "attention": "python benchmarks/attention.py",
     "attention_accuracy-synthetic": "python benchmarks/attention_accuracy.py synthetic",
     "attention_accuracy-wikilm-26m": "python benchmarks/attention_accuracy.py wikilm-26m wikilm-26m "
     "wiki.test.raw --windows 16",
-    "bitnet": "python benchmarks/bitnet.py",
     "gpu_codec": "python benchmarks/gpu_codec.py",
-    "kv_cache-smollm2-135m": "python benchmarks/kv_cache.py smollm2-135m smollm2-135m wiki.test.raw",
-    "kv_cache-wikilm-26m": "python benchmarks/kv_cache.py wikilm-26m wikilm-26m wiki.test.raw",
-    "layers-wikilm-26m": "python benchmarks/layers.py wikilm-26m wikilm-26m wiki.test.raw",
-    "linear_cross_entropy": "python benchmarks/linear_cross_entropy.py",
+    "layers-wikilm-26m": "python benchmarks/layers.py wikilm-26m wikilm-26m wiki.test.raw --max-tokens 8192",
+    "linear_cross_entropy": "python benchmarks/linear_cross_entropy.py --trained wikilm-26m=FILE "
+    "smollm2-135m=FILE",
     "mix_ln": "python benchmarks/mix_ln.py RUNS",
     "mix_ln-once": "python benchmarks/mix_ln.py ONCE --steps 480",
-    "mix_ln-small": "python benchmarks/mix_ln.py SMALL --size small",
-    "mix_ln-small-scaled": "python benchmarks/mix_ln.py SCALED --size small --embed-scale 50",
-    "recovery": "python benchmarks/recovery.py",
+    "mix_ln-small": f"python benchmarks/mix_ln.py SMALL {SMALL}",
+    "mix_ln-small-scaled": f"python benchmarks/mix_ln.py SCALED {SMALL} --embed-scale 50",
+    "recovery": "python benchmarks/recovery.py b158 a48 --minutes 5 --minutes-a48 2",
     "train_memory": "python benchmarks/train_memory.py",
 }
 """Commands of results that were measured before results recorded theirs."""
