@@ -101,8 +101,8 @@ def table_1() -> PaperItem:
         claims(sections),
         "torchtune, the gradients alone, and tensors of Gemma 2 during training",
         "The GPU is an H100. Rows named CCE are neuzip's kernels here; the published package is in "
-        f"{linked('the full table', 'Linear cross-entropy')}. `benchmarks/trained_head.py` writes the files of "
-        f"trained heads. {tiles(sections)}",
+        f"{linked('the full table', 'Linear cross-entropy')}. `benchmarks/trained_head.py` writes the files "
+        f"of trained heads. {tiles(sections)}",
         on="random values in Gemma 2 2B's shape, and the heads of SmolLM2-135M and wikilm-26m",
         sections=tuple(HEADS),
     )  # fmt: skip
