@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from neuzip.errors import NeuzipError, UsageError, unknown_key
 
 from .loop import SHAPES, Schedule
-from .presets import BITNET, BitNetRecipe, preset_keys
+from .presets import BITNET, BitNetRecipe, int8_steps, preset_keys
 
 if TYPE_CHECKING:
     from .optimizers import Optimizer
@@ -281,6 +281,15 @@ def _require_sense(file: str, config: TrainingConfiguration) -> None:
     ):
         if ignored and getattr(config, name) != getattr(TrainingConfiguration, name):
             raise UsageError(f"{file}: {name} has no effect {instead}", f"leave out {name}")
+    if (
+        config.ternary not in (None, "b1.58")
+        and int8_steps(config.int8_fraction, config.steps) >= config.steps
+    ):
+        raise UsageError(
+            f"{file}: with int8_fraction {config.int8_fraction}, all of the {config.steps} steps have 8-bit "
+            f"activations and none those of {config.ternary}",
+            "lower int8_fraction, raise steps, or give b1.58 as ternary",
+        )
     config.rates()
 
 

@@ -71,6 +71,15 @@ COMMON: dict[str, Any] = {
 """Keys that all presets have in common: batches of 1 M tokens, and the activations of the paper."""
 
 
+def int8_steps(fraction: float, steps: int) -> int:
+    """How many of all steps have 8-bit activations, before those of the second stage.
+
+    >>> int8_steps(0.95, 200)
+    190
+    """
+    return round(fraction * steps)
+
+
 def preset_keys(name: str) -> dict[str, Any]:
     """The keys of a training run that a preset gives. Raises UsageError."""
     if name not in BITNET:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
+from neuzip.train.presets import int8_steps
 from neuzip.train.recovery.latent import make_latent
 from neuzip.train.recovery.straight_through import LatentLinear
 
@@ -60,7 +61,7 @@ class TernaryStages:
         >>> TernaryStages("a4.8", 200).first_hybrid_step
         190
         """
-        return round(self.int8_fraction * self.steps)
+        return int8_steps(self.int8_fraction, self.steps)
 
 
 def make_ternary(model: PreTrainedModel) -> None:

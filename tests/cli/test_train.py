@@ -167,12 +167,10 @@ def test_a_model_is_trained_from_scratch_to_a_container(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     filters = []
-
-    def noting(*arguments: Any, **options: Any) -> Any:
-        filters.append(options["filter_eps"])
-        return linear_cross_entropy(*arguments, **options)
-
-    monkeypatch.setattr("neuzip.train.head_loss.linear_cross_entropy", noting)
+    monkeypatch.setattr(
+        "neuzip.train.head_loss.linear_cross_entropy",
+        lambda *given, **more: filters.append(more["filter_eps"]) or linear_cross_entropy(*given, **more),
+    )
     path = write(
         model=None, scratch=str(tiny / "config.json"), tokenizer=str(tiny), compress=True, ternary=ternary
     )  # fmt: skip
@@ -349,6 +347,11 @@ GIVEN: dict[str, Any] = {"model": "m", "text": ["a"], "output": "o", "steps": 1,
         ({"scale": -1}, "scale is -1.0", "above 0"),
         ({"int8_fraction": 0.5}, "int8_fraction has no effect", "leave out int8_fraction"),
         ({"int8_fraction": 2}, "int8_fraction is 2.0", "from 0 to 1"),
+        (
+            {"model": None, "preset": "bitnet-a4.8-700m", "tokenizer": "t", "steps": 9},
+            "all of the 9 steps have 8-bit activations and none those of a4.8",
+            "lower int8_fraction, raise steps",
+        ),
         ({"cooldown_start": 0.2}, "cooldown_start has no effect without cooldown_lr", "leave out"),
         ({"cooldown_lr": -1}, "cooldown_lr is -1", "at least 0"),
         ({"tokenizer": "t"}, "tokenizer belongs to scratch", "both"),
@@ -393,7 +396,7 @@ def test_old_keys_are_accepted_with_a_warning(
     [
         ({}, True),
         ({"model": None, "scratch": "c", "tokenizer": "t"}, False),
-        ({"model": None, "preset": "bitnet-a4.8-700m", "tokenizer": "t"}, False),
+        ({"model": None, "preset": "bitnet-a4.8-700m", "tokenizer": "t", "steps": 20}, False),
     ],
 )
 def test_gradients_are_filtered_of_trained_models_unless_the_file_decides(
