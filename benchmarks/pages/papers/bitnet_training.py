@@ -17,7 +17,12 @@ SIZES = ("30M", "tiny")
 
 TO_RUN = (
     "It needs ternary models that were trained from random weights: "
-    "`python benchmarks/bitnet_training.py RUNS --size 30M --seeds 0` trains them."
+    "`python benchmarks/bitnet_training.py RUNS --size 30M --seeds 0,1,2` trains them."
+)
+
+LARGER = (
+    "On a GPU, `python benchmarks/bitnet_training.py RUNS --size 30M --seeds 0,1,2` trains larger models for "
+    "longer."
 )
 
 LEAST_SEEDS = 3
@@ -75,13 +80,18 @@ class TrainedModels:
         return all(map(self.losses, variants))
 
     @property
-    def description(self) -> str:
-        """Size of the models and of the training, in words."""
+    def name(self) -> str:
+        """The size that was measured: one of SIZES."""
+        name: str = self.document["size"]["name"]
+        return name
+
+    def described(self, seeds: int) -> str:
+        """Size of the models and of the training, and how many seeds, in words."""
         size, parameters = self.document["size"], max(self.document["parameters"].values())
         tokens = size["batch"] * size["window"]
         return (
             f"models of {parameters / 1e6:.1f} M parameters after {size['steps']:,} steps of {tokens:,} "
-            "tokens"
+            f"tokens, {seeds} {'seed' if seeds == 1 else 'seeds'}"
         )
 
 
@@ -89,12 +99,12 @@ def measured(
     item: PaperItem, models: TrainedModels, ours: str, claims: Sequence[Claim], seeds: int
 ) -> PaperItem:
     """An item with our result, what it was measured on, and conclusions if there are seeds enough."""
-    word = "seed" if seeds == 1 else "seeds"
+    larger = "" if models.name == SIZES[0] else LARGER
     lacks = [*([item.missing] if item.missing else []), *(["three seeds"] if seeds < LEAST_SEEDS else [])]
     return replace(
         item, ours=ours, results=(RESULT,), claims=claims if seeds >= LEAST_SEEDS else (),
-        missing=", and ".join([*lacks, SMALLER]), note=" ".join(item.note.replace(TO_RUN, "").split()),
-        on=f"{models.description}, {seeds} {word}", sections=(models.document["size"]["name"],),
+        missing=", and ".join([*lacks, SMALLER]), on=models.described(seeds), sections=(models.name,),
+        note=" ".join(f"{item.note.replace(TO_RUN, '')} {larger}".split()),
     )  # fmt: skip
 
 
@@ -216,4 +226,5 @@ def perplexities() -> tuple[str, list[float | None], list[float]] | None:
         return None
     own = [list(models.losses(name).values()) for name in ("dense", "b1.58", "a4.8-fp4", "a4.8")]
     means = [math.exp(fmean(losses)) if losses else None for losses in own]
-    return models.description, means, [math.exp(rise) for rise in models.rises("a4.8", "b1.58")]
+    ratios = [math.exp(rise) for rise in models.rises("a4.8", "b1.58")]
+    return models.described(len(ratios)), means, ratios
