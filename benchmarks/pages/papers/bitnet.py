@@ -126,8 +126,8 @@ TABLE_2 = PaperItem(
     "a4.8 at 7B: 12.1 % (QKV), 50.0 % (output), 71.4 % (up), 12.0 % (gate), 84.2 % (down), 44.5 % overall; "
     "b1.58 7.3 % overall.",
     note="`neuzip eval --sparsity --residency packed` measures these numbers. Weights of the up projection "
-    "count as inactive where the gate is zero, too. Our b1.58 has squared ReLU, so its gates have many zeros; "
-    f"the paper's has few. {TO_RUN}",
+    "count as inactive where the gate is zero, too. Our b1.58 has squared ReLU, so its gates have many "
+    f"zeros; the paper's has few. {TO_RUN}",
 )  # fmt: skip
 
 
