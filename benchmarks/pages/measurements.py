@@ -91,5 +91,6 @@ CONVERTED = ("demo", "wikilm-26m")
 
 def cached_models() -> dict[str, Document]:
     """Results of quantised KV caches by model, of those models that pages show."""
-    names = ("smollm2-135m", "wikilm-26m", "demo")
+    models = ("smollm2-135m", "wikilm-26m")
+    names = (*(name + kind for name in models for kind in ("", "-auto")), "wikilm-26m-ternary", "demo")
     return {name: load(f"kv_cache-{name}") for name in names if is_measured(f"kv_cache-{name}")}

@@ -28,9 +28,14 @@ def hadamard(x: Tensor) -> Tensor:
     x = x.float()
     if block <= 1:
         return x
-    shape, h = x.shape, 1
+    y, spare = torch.empty_like(x), torch.empty_like(x)
+    h = 1
     while h < block:
-        a, b = x.reshape(*shape[:-1], width // (2 * h), 2, h).unbind(-2)
-        x = torch.stack([a + b, a - b], -2)
+        pairs = width // (2 * h), 2, h
+        a, b = x.unflatten(-1, pairs).unbind(-2)
+        total, difference = y.unflatten(-1, pairs).unbind(-2)
+        torch.add(a, b, out=total)
+        torch.sub(a, b, out=difference)
+        x, y, spare = y, spare, y
         h *= 2
-    return x.reshape(shape) * (1 / math.sqrt(block))
+    return x.mul_(1 / math.sqrt(block))
