@@ -136,10 +136,18 @@ def empty(
 
 
 def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool = True) -> None:
-    """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one `Heads`."""
-    at = at.flatten()[0] if isinstance(at, Tensor) else at
+    """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one `Heads`.
+
+    Raises IndexError for tokens for which there is no memory.
+    """
+    at = int(at.flatten()[0]) if isinstance(at, Tensor) else at
+    if at < 0 or at + x.shape[2] > heads.capacity:
+        raise IndexError(
+            f"a KV cache has memory for {heads.capacity} tokens, and is given tokens {at} to"
+            f" {at + x.shape[2] - 1}: give it a larger `max_length`"
+        )
     write = _store_plain if heads.group is None else _store_groups
-    step = _tokens_at_a_time(x.shape)
+    x, step = x.detach(), _tokens_at_a_time(x.shape)
     for start in range(0, x.shape[2], step):
         write(heads, x[:, :, start : start + step], at + start, first, with_first=with_first)
 
@@ -149,7 +157,7 @@ def _tokens_at_a_time(shape: torch.Size) -> int:
     return max(1, BLOCK // max(1, shape[0] * shape[1] * shape[3]))
 
 
-def _store_groups(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool) -> None:
+def _store_groups(heads: Heads, x: Tensor, at: int, first: Tensor, *, with_first: bool) -> None:
     assert heads.group is not None
     if heads.first is not None and with_first:
         _keep_first(heads, x, first - at)
@@ -180,7 +188,7 @@ def _mean_of_later(first: Tensor) -> Tensor:
     return total * (1 / max(1, first.shape[2] - 1))
 
 
-def _store_plain(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool) -> None:
+def _store_plain(heads: Heads, x: Tensor, at: int, first: Tensor, *, with_first: bool) -> None:
     tokens = x.shape[2]
     quantized = quantize_heads(x, heads.bits, scale_dtype=heads.scale.dtype)
     codes, scale = quantized.codes, quantized.scale
@@ -201,13 +209,13 @@ def _store_plain(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, wi
     _write(heads, at, codes, scale, None)
 
 
-def _write(heads: Heads, at: int | Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+def _write(heads: Heads, at: int, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
     """Write what is stored of some tokens, from `at` on."""
-    to = torch.arange(codes.shape[2], device=codes.device) + at
-    heads.words.index_copy_(2, to, pack(codes, heads.bits, check=False))
-    heads.scale.index_copy_(2, to, scale)
-    if heads.zero is not None and zero is not None:
-        heads.zero.index_copy_(2, to, zero)
+    to = heads.tokens(at, at + codes.shape[2])
+    to.words.copy_(pack(codes, heads.bits, check=False))
+    to.scale.copy_(scale)
+    if to.zero is not None and zero is not None:
+        to.zero.copy_(zero)
 
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:

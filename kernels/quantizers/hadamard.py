@@ -21,11 +21,12 @@ def hadamard(x: Tensor) -> Tensor:
     """The transform of each row [..., width] in blocks of `block_width`: fp32 [..., width].
 
     The transform is its own inverse. In fp32: for h = 1, 2, 4 and so on below the width of a block, a and b,
-    h apart, become a + b and a - b; in the end all are multiplied by 1 / sqrt(block), rounded to fp32.
+    h apart, become a + b and a - b; in the end all are multiplied by 1 / sqrt(block), rounded to fp32. No
+    gradients flow.
     """
     width = x.shape[-1]
     block = block_width(width)
-    x = x.float()
+    x = x.detach().float()
     if block <= 1:
         return x
     y, spare = torch.empty_like(x), torch.empty_like(x)
