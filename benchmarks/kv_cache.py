@@ -2,7 +2,7 @@
 
     python benchmarks/kv_cache.py NAME CHECKPOINT TEXT
         [--max-tokens N] [--window N] [--bits 8,4] [--forms A,B] [--device D] [--parts P]
-        [--kv-text TEXT] [--kv-window N] [--kv-tokens N] [--about WORDS]
+        [--kv-text TEXT] [--kv-window N] [--kv-tokens N] [--single-tokens N] [--about WORDS]
 
     python benchmarks/kv_cache.py demo eval/demo/checkpoint demo
     python benchmarks/kv_cache.py wikilm-26m $NEUZIP_DATA/wikilm-26m $NEUZIP_DATA/wikitext-2/wiki.test.raw
@@ -14,8 +14,8 @@ The result is benchmarks/results/kv_cache-NAME.json, written anew after each row
 quantised keys and values, its own included; 16 stands for the checkpoint's own cache. Only the first N tokens
 are predicted (10,000): the standard errors say what that is worth. "rotated" and "a4.8" are what --kv-form
 takes; the others differ from "rotated" in what their names say. The bits of `auto:KLD` are chosen on
---kv-text, another text than TEXT, in windows of --kv-window tokens, of which --kv-tokens are read. The bits
-of a number are stated as `stored_bits`: all that a text of one window stores counts, with whole tokens in the
+--kv-text, another text than TEXT, in windows of --kv-window tokens, of which --kv-tokens are read, and
+--single-tokens for each layer alone. The bits of a number are stated as `stored_bits`: all that a text of one window stores counts, with whole tokens in the
 checkpoint's dtype, whichever the model computes in here. `kld_by_part` are the mean divergences of the tokens
 of each of P equal parts of a window, in order: whether the loss drifts with the position, for which the
 window should be long. `must` and `stretch` are what a divergence should not exceed with so many stored bits.
@@ -146,6 +146,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-text", help="on which auto chooses bits")
     parser.add_argument("--kv-window", type=int, help="tokens of its windows")
     parser.add_argument("--kv-tokens", type=int, help="how many of its tokens are read")
+    parser.add_argument("--single-tokens", type=int, help="how many are read for each layer alone")
     parser.add_argument("--about", help="what CHECKPOINT is")
     arguments = parser.parse_args()
     if "auto" in arguments.bits and arguments.kv_text is None:
@@ -159,7 +160,7 @@ def _calibrated(arguments: argparse.Namespace, model: PreTrainedModel, bits: str
     assert limit is not None
     return calibrate(
         arguments.checkpoint, model, read_text(arguments.kv_text), limit, unseen,
-        window=arguments.kv_window, max_tokens=arguments.kv_tokens,
+        window=arguments.kv_window, max_tokens=arguments.kv_tokens, single_tokens=arguments.single_tokens,
     )  # fmt: skip
 
 

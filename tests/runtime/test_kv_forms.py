@@ -268,24 +268,26 @@ def test_still_channels_follow_the_config():
 
 LATENT = DeepseekV3Config(
     vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
-    q_lora_rank=16, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    q_lora_rank=16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
     first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1, max_position_embeddings=64,
     bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 48, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    "num_key_value_heads": 2, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**SMALL), StableLmConfig(**SMALL, partial_rotary_factor=0.25), GPT2Config(n_embd=64, n_head=2), LATENT],
+    [
+        LlamaConfig(**SMALL), StableLmConfig(**SMALL, partial_rotary_factor=0.25),
+        GPT2Config(n_embd=64, n_head=2, n_layer=1), LATENT,
+    ],
     ids=lambda config: config.model_type,
 )  # fmt: skip
 def test_still_channels_are_those_that_a_models_positions_leave_alone(config: Any):
     """A text of one token again and again: only channels that turn differ from place to place."""
-    config.num_hidden_layers = 1
     model = AutoModelForCausalLM.from_config(config).eval()
     if config.model_type == "gpt2":
         model.transformer.wpe.weight.data.zero_()  # positions that are added to the embedding
@@ -295,6 +297,12 @@ def test_still_channels_are_those_that_a_models_positions_leave_alone(config: An
     keys = cache.layers[0].keys
     alike = ((keys - keys[:, :, :1]).abs() < 1e-5).all(0).all(0).all(0)
     assert torch.equal(still_channels(config, 0, math.inf, keys.shape[-1]), alike)
+
+
+def test_the_last_channels_of_whole_latent_keys_turn():
+    """transformers 4.57 caches keys and values, not latents."""
+    found = still_channels(LATENT, 0, math.inf, 24)
+    assert found.tolist() == [True] * 16 + [False] * 8
 
 
 def test_latents_are_quantised_and_no_kernel_reads_them():
