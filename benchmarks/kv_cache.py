@@ -15,11 +15,11 @@ quantised keys and values, its own included; 16 stands for the checkpoint's own 
 are predicted (10,000): the standard errors say what that is worth. "rotated" and "a4.8" are what --kv-form
 takes; the others differ from "rotated" in what their names say. The bits of `auto:KLD` are chosen on
 --kv-text, another text than TEXT, in windows of --kv-window tokens, of which --kv-tokens are read, and
---single-tokens for each layer alone. The bits of a number are stated as `stored_bits`: all that a text of one window stores counts, with whole tokens in the
-checkpoint's dtype, whichever the model computes in here. `kld_by_part` are the mean divergences of the tokens
-of each of P equal parts of a window, in order: whether the loss drifts with the position, for which the
-window should be long. `must` and `stretch` are what a divergence should not exceed with so many stored bits.
-`about` says what CHECKPOINT is.
+--single-tokens for each layer alone. The bits of a number are stated as `stored_bits`: all that a text of one
+window stores counts, with whole tokens in the checkpoint's dtype, whichever the model computes in here.
+`kld_by_part` are the mean divergences of the tokens of each of P equal parts of a window, in order: whether
+the loss drifts with the position, for which the window should be long. `must` and `stretch` are what a
+divergence should not exceed with so many stored bits. `about` says what CHECKPOINT is.
 """
 
 from __future__ import annotations

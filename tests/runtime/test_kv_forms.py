@@ -274,7 +274,8 @@ LATENT = DeepseekV3Config(
 )  # fmt: skip
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    "num_key_value_heads": 2, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0,
 }  # fmt: skip
 
 
