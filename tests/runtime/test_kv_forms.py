@@ -48,8 +48,10 @@ def room(shape: tuple[int, int, int, int], bits: int, **options: Any) -> Heads:
 
 
 def same_bits(a: Heads, b: Heads, tokens: slice = slice(None)) -> bool:
-    pairs = [(getattr(a, name)[:, :, tokens], getattr(b, name)[:, :, tokens]) for name in OF_TOKENS]
-    pairs += [(getattr(a, name), getattr(b, name)) for name in OF_TEXTS if getattr(a, name) is not None]
+    held = [name for name in OF_TOKENS + OF_TEXTS if getattr(a, name) is not None]
+    assert held == [name for name in OF_TOKENS + OF_TEXTS if getattr(b, name) is not None]
+    a, b = a.tokens_changed(lambda x: x[:, :, tokens]), b.tokens_changed(lambda x: x[:, :, tokens])
+    pairs = [(getattr(a, name), getattr(b, name)) for name in held]
     return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
 
 
