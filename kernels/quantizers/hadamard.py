@@ -33,8 +33,8 @@ def hadamard(x: Tensor) -> Tensor:
     h = 1
     while h < block:
         pairs = width // (2 * h), 2, h
-        a, b = x.unflatten(-1, pairs).unbind(-2)
-        total, difference = y.unflatten(-1, pairs).unbind(-2)
+        a, b = torch.unflatten(x, -1, pairs).unbind(-2)
+        total, difference = torch.unflatten(y, -1, pairs).unbind(-2)
         torch.add(a, b, out=total)
         torch.sub(a, b, out=difference)
         x, y, spare = y, spare, y

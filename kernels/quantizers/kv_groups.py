@@ -117,7 +117,7 @@ def _in_groups(x: Tensor, group: int) -> Tensor:
     width = x.shape[-1]
     if missing := group_count(width, group) * group - width:
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], -1)
-    return x.unflatten(-1, (-1, group)) if width else x.unflatten(-1, (0, group))
+    return torch.unflatten(x, -1, (group_count(width, group), group))
 
 
 def _scale_bytes(scale: Tensor) -> Tensor:
