@@ -17,9 +17,9 @@ takes; the others differ from "rotated" in what their names say. The bits of `au
 --kv-text, another text than TEXT, in windows of --kv-window tokens, of which --kv-tokens are read, and
 --single-tokens for each layer alone. The bits of a number are stated as `stored_bits`: all that a text of one
 window stores counts, with whole tokens in the checkpoint's dtype, whichever the model computes in here.
-`kld_by_part` are the mean divergences of the tokens of each of P equal parts of a window, in order: whether
-the loss drifts with the position, for which the window should be long. `must` and `stretch` are what a
-divergence should not exceed with so many stored bits. `about` says what CHECKPOINT is.
+`kld_by_part` and `nll_by_part` are the mean divergences and losses of the tokens of each of P equal parts of
+a window, in order: whether they drift with the position, for which the window should be long. `must` and
+`stretch` are what a divergence should not exceed with so many stored bits. `about` says what CHECKPOINT is.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ def _figures(task: EvaluationTask, paired: Paired, parts: int) -> dict[str, Any]
         "kld_p999": found.kld.p999,
         "top_1": found.top_1.value,
         "kld_by_part": _by_part(task.compared.windows, paired.kld, parts),
+        "nll_by_part": _by_part(task.compared.windows, paired.other_nll, parts),
     }
 
 
@@ -207,11 +208,11 @@ def _aims(name: str, form: str, stored_bits: float) -> dict[str, object]:
     return {}
 
 
-def _by_part(windows: Sequence[TokenWindow], kld: Values, parts: int) -> list[float]:
-    """The mean divergence of the tokens of each part of a window."""
+def _by_part(windows: Sequence[TokenWindow], values: Values, parts: int) -> list[float]:
+    """The mean over the tokens of each part of a window."""
     place = np.concatenate([np.arange(w.stop - w.start - w.scored, w.stop - w.start) for w in windows])
     part = place * parts // max(w.stop - w.start for w in windows)
-    return [float(kld[part == i].mean(dtype=np.float64)) for i in range(parts) if (part == i).any()]
+    return [float(values[part == i].mean(dtype=np.float64)) for i in range(parts) if (part == i).any()]
 
 
 @torch.inference_mode()

@@ -474,6 +474,16 @@ def test_a_kv_cache_says_on_which_text_its_bits_were_chosen(root: Path, readme: 
     assert "Keys of the layers have 4 5 bits, values 3 4." in words
 
 
+def test_positions_are_compared_with_the_begin_of_a_window(root: Path, readme: Pages) -> None:
+    document = json.loads((root / "benchmarks" / "results" / "kv_cache-demo.json").read_text())
+    base, four = (r for r in document["results"] if (r["bits"], r["form"]) in ((16, None), (4, "rotated")))
+    base |= {"kld_by_part": [0.0, 0.0], "nll_by_part": [3.25, 3.5]}
+    four |= {"kld": 0.0031, "kld_by_part": [0.002, 0.0042]}
+    text = readme.kv_positions({"demo": {**document, "results": [base, four]}})
+    assert "| not quantised: loss, nats |  |  | 3.25 | 3.50 |" in text
+    assert "| `--kv-bits 4` | rotated | 0.0031 | 1.00 | 2.10 |" in text
+
+
 EVERYTHING = (
     "sweep-wikilm-26m", "sweep-smollm2-135m", "kv_cache-demo", "kv_cache-smollm2-135m", "kv_attention",
     "generate", "gpu_codec", "bitnet", "attention", "linear_cross_entropy", "train_memory", "recovery",
