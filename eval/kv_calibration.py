@@ -148,13 +148,15 @@ def calibrate(
     *,
     window: int | None = None,
     max_tokens: int | None = None,
+    single_tokens: int | None = None,
     kv_form: KvForm = "rotated",
 ) -> KVCalibration:
     """Choose the bits of the KV cache of a model that was loaded from `path`, for a KL divergence of `limit`.
 
     A choice is within the limit if its divergence with its standard error added is. `window` None are 1,024
-    tokens, or the model's positions; `max_tokens` None is 8,192 on a CPU and 32,768 on a GPU. Raises
-    NeuzipError for a limit that 8 bits do not reach, and for a model whose cache cannot be quantised.
+    tokens, or the model's positions; `max_tokens` None is 8,192 on a CPU and 32,768 on a GPU, and
+    `single_tokens` None, for single divergences, 2,048 and 8,192. Raises NeuzipError for a limit that 8 bits
+    do not reach, and for a model whose cache cannot be quantised.
     """
     began = time.monotonic()
     if window is None:
@@ -164,7 +166,9 @@ def calibrate(
     measured = _PartlyQuantised(model, kv_form)
     parts = find_parts(measured, baseline)
     require_reach(baseline, measured, limit, stage)
-    parts = single_divergences(baseline, measured, parts, stage)
+    parts = single_divergences(
+        baseline, measured, parts, stage, single_tokens or SINGLE_TOKENS[baseline.device.type]
+    )
     last, trials = _search(baseline, measured, parts, limit, stage)
     assert last.product is not None  # at worst it has 8 bits everywhere
     numbers = math.fsum(part.numbers for part in parts)
@@ -272,12 +276,15 @@ def require_reach(baseline: BaselineComparison, model: _PartlyQuantised, limit: 
 
 
 def single_divergences(
-    baseline: BaselineComparison, model: _PartlyQuantised, parts: Sequence[CachePart], stage: Stage
+    baseline: BaselineComparison,
+    model: _PartlyQuantised,
+    parts: Sequence[CachePart],
+    stage: Stage,
+    tokens: int,
 ) -> list[CachePart]:
-    """Parts with the divergence that each alone brings."""
+    """Parts with the divergence that each alone brings, on so many `tokens`, but at least a window."""
     reading = baseline.reading
-    tokens = min(SINGLE_TOKENS[baseline.device.type], baseline.tokens)
-    windows = reading.windows[: max(1, tokens // reading.convention.window)]
+    windows = reading.windows[: max(1, min(tokens, baseline.tokens) // reading.convention.window)]
     measured_parts = []
     total = len(parts) * len(MEASURED) * sum(window.scored for window in windows)
     with stage("KV cache, single layers", total, "tokens") as advance:

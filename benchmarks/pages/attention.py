@@ -18,21 +18,26 @@ def kv_cache(documents: dict[str, Document]) -> str:
     )
 
 
-def kv_positions(document: Document) -> str:
-    """How the loss from a quantised KV cache changes along a text."""
-    rows = [(key, r) for key, r in cache_rows(document).items() if key[1] is not None]
-    parts = range(len(rows[0][1]["kld_by_part"]))
+def kv_positions(documents: dict[str, Document]) -> str:
+    """How the loss from a quantised KV cache changes along a text, a table for each model."""
+    tables = {name: (d, *_positions(d)) for name, d in documents.items()}
+    return render("attention.kv_positions", tables, list(documents.values()))
+
+
+def _positions(document: Document) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The head of a table of positions, and its lines: the model's own losses, divergences as multiples."""
+    rows = cache_rows(document)
+    parts = range(len(next(iter(rows.values()))["kld_by_part"]))
     head = ["KV cache", "form", "KLD, mean", *(f"part {i + 1}" for i in parts)]
-    lines = [
-        (
-            f"`--kv-bits {bits}`",
-            form,
-            f"{r['kld']:#.2g}",
-            *(f"{part / r['kld_by_part'][0]:.2f}" for part in r["kld_by_part"]),
-        )
-        for (bits, form), r in rows
-    ]
-    return render("attention.kv_positions", document, MODELS_READ["wikilm-26m"], head, lines)
+    lines = []
+    for (bits, form), r in rows.items():
+        first = r["kld_by_part"][0]
+        if form is not None:
+            multiples = (f"{part / first:.2f}" for part in r["kld_by_part"])
+            lines.append((f"`--kv-bits {bits}`", form, f"{r['kld']:#.2g}", *multiples))
+        elif "nll_by_part" in r:
+            lines.append(("not quantised: loss, nats", "", "", *(f"{part:.2f}" for part in r["nll_by_part"])))
+    return head, lines
 
 
 def kv_forms(document: Document) -> str:

@@ -22,7 +22,10 @@ Document = dict[str, Any]
 """A result as its file has it; most have a list `results` of dictionaries."""
 
 MODELS_READ = {"demo": "The demo checkpoint", "wikilm-26m": "wikilm-26m", "smollm2-135m": "SmolLM2-135M",
-               "smollm2-135m-dithered": "SmolLM2-135M, dithered"}  # fmt: skip
+               "smollm2-135m-dithered": "SmolLM2-135M, dithered",
+               "smollm2-135m-auto": "SmolLM2-135M, bits chosen layer by layer",
+               "wikilm-26m-auto": "wikilm-26m, bits chosen layer by layer",
+               "wikilm-26m-ternary": "wikilm-26m with ternary weights"}  # fmt: skip
 """Names of models; docs/measurements.md says what they are."""
 
 

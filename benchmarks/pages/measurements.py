@@ -71,8 +71,9 @@ def topics() -> dict[str, list[str]]:
         ),
         "attention": [
             *([kv_cache(models)] if (models := cached_models()) else []),
+            *([kv_positions(long)] if (long := long_texts()) else []),
             *measured(
-                (("kv_cache-wikilm-26m-long",), kv_positions), (("kv_cache-wikilm-26m-forms",), kv_forms),
+                (("kv_cache-wikilm-26m-forms",), kv_forms),
                 (("kv_attention",), kv_attention), (("attention",), attention),
                 (accuracy, attention_accuracy),
             ),
@@ -89,7 +90,14 @@ CONVERTED = ("demo", "wikilm-26m")
 """Models that were converted to ternary weights without training."""
 
 
+def long_texts() -> dict[str, Document]:
+    """Results of quantised KV caches in long windows, by model."""
+    names = {name: f"kv_cache-{name}-long" for name in ("smollm2-135m", "wikilm-26m")}
+    return {name: load(result) for name, result in names.items() if is_measured(result)}
+
+
 def cached_models() -> dict[str, Document]:
     """Results of quantised KV caches by model, of those models that pages show."""
-    names = ("smollm2-135m", "wikilm-26m", "demo")
+    models = ("smollm2-135m", "wikilm-26m")
+    names = (*(name + kind for name in models for kind in ("", "-auto")), "wikilm-26m-ternary", "demo")
     return {name: load(f"kv_cache-{name}") for name in names if is_measured(f"kv_cache-{name}")}

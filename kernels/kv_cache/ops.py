@@ -23,6 +23,9 @@ from neuzip.kernels.quantizers import (
 EXTRA_BIT = 3
 """The number of bits with which the first token has one more, in the plain form."""
 
+BLOCK = 1 << 18
+"""Numbers that are written or read at a time, so that intermediate arrays stay in the caches of a CPU."""
+
 OF_TOKENS, OF_TEXTS = ("words", "scale", "zero"), ("first_bits", "first", "center")
 """The arrays of `Heads` that have an entry for each token, and those that have one for each text."""
 
@@ -133,24 +136,36 @@ def empty(
 
 
 def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool = True) -> None:
-    """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one `Heads`."""
-    at = at.flatten()[0] if isinstance(at, Tensor) else at
-    if heads.group is None:
-        _store_plain(heads, x, at, first, with_first=with_first)
-    else:
-        _store_groups(heads, x, at, first, heads.group, with_first=with_first)
+    """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one `Heads`.
+
+    Raises IndexError for tokens for which there is no memory.
+    """
+    at = int(at.flatten()[0]) if isinstance(at, Tensor) else at
+    if at < 0 or at + x.shape[2] > heads.capacity:
+        raise IndexError(
+            f"a KV cache has memory for {heads.capacity} tokens, and is given tokens {at} to"
+            f" {at + x.shape[2] - 1}: give it a larger `max_length`"
+        )
+    write = _store_plain if heads.group is None else _store_groups
+    x, step = x.detach(), _tokens_at_a_time(x.shape)
+    for start in range(0, x.shape[2], step):
+        write(heads, x[:, :, start : start + step], at + start, first, with_first=with_first)
 
 
-def _store_groups(
-    heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, group: int, *, with_first: bool
-) -> None:
-    if heads.first is not None and with_first and x.shape[2]:
+def _tokens_at_a_time(shape: torch.Size) -> int:
+    """How many tokens of [B, H, T, width] numbers are a block."""
+    return max(1, BLOCK // max(1, shape[0] * shape[1] * shape[3]))
+
+
+def _store_groups(heads: Heads, x: Tensor, at: int, first: Tensor, *, with_first: bool) -> None:
+    assert heads.group is not None
+    if heads.first is not None and with_first:
         _keep_first(heads, x, first - at)
     x = x.float()
     if heads.center is not None:
         later = torch.arange(x.shape[2], device=x.device) + at - first[:, None] >= heads.whole
         x = torch.where(later[:, None, :, None], x - heads.center[:, :, None], x)
-    quantized = quantize_groups(hadamard(x), heads.bits, group)
+    quantized = quantize_groups(hadamard(x), heads.bits, heads.group)
     _write(heads, at, quantized.codes, quantized.scale, quantized.zero)
 
 
@@ -173,11 +188,11 @@ def _mean_of_later(first: Tensor) -> Tensor:
     return total * (1 / max(1, first.shape[2] - 1))
 
 
-def _store_plain(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool) -> None:
+def _store_plain(heads: Heads, x: Tensor, at: int, first: Tensor, *, with_first: bool) -> None:
     tokens = x.shape[2]
     quantized = quantize_heads(x, heads.bits, scale_dtype=heads.scale.dtype)
     codes, scale = quantized.codes, quantized.scale
-    if heads.first_bits is not None and with_first and tokens:
+    if heads.first_bits is not None and with_first:
         place = first - at
         inside = ((place >= 0) & (place < tokens))[:, None, None, None]
         where = place.clamp(0, tokens - 1)[:, None, None, None].expand(-1, x.shape[1], 1, -1)
@@ -194,35 +209,44 @@ def _store_plain(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, wi
     _write(heads, at, codes, scale, None)
 
 
-def _write(heads: Heads, at: int | Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+def _write(heads: Heads, at: int, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
     """Write what is stored of some tokens, from `at` on."""
-    to = torch.arange(codes.shape[2], device=codes.device) + at
-    heads.words.index_copy_(2, to, pack(codes, heads.bits, check=False))
-    heads.scale.index_copy_(2, to, scale)
-    if heads.zero is not None and zero is not None:
-        heads.zero.index_copy_(2, to, zero)
+    to = heads.tokens(at, at + codes.shape[2])
+    to.words.copy_(pack(codes, heads.bits, check=False))
+    to.scale.copy_(scale)
+    if to.zero is not None and zero is not None:
+        to.zero.copy_(zero)
 
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of all tokens in `dtype`, [B, H, N, width]: `kv_cache.load` in torch."""
+    shape = (*heads.words.shape[:3], heads.width)
+    x = torch.empty(shape, dtype=dtype, device=heads.words.device)
+    read = _load_plain if heads.group is None else _load_groups
+    step = _tokens_at_a_time(x.shape)
+    for start in range(0, heads.capacity, step):
+        stop = min(start + step, heads.capacity)
+        x[:, :, start:stop] = read(heads.tokens(start, stop), first - start)
+    if heads.first is not None:
+        for text, place in enumerate(first.tolist()):
+            begin, end = (min(max(place + count, 0), heads.capacity) for count in (0, heads.whole))
+            x[text, :, begin:end] = heads.first[text, :, begin - place : end - place]
+    return x
+
+
+def _load_groups(heads: Heads, first: Tensor) -> Tensor:
+    """fp32, as if no token were kept whole."""
+    assert heads.group is not None and heads.zero is not None
     codes = unpack(heads.words, heads.bits, heads.width)
-    if heads.group is None or heads.zero is None:
-        return _load_plain(heads, codes, first).to(dtype)
-    quantized = GroupedHeads(codes, heads.scale, heads.zero, heads.bits, heads.group)
-    x = hadamard(quantized.dequantize())
-    place = torch.arange(heads.capacity, device=first.device) - first[:, None]
+    x = hadamard(GroupedHeads(codes, heads.scale, heads.zero, heads.bits, heads.group).dequantize())
     if heads.center is not None:
-        later = (place >= heads.whole)[:, None, :, None]
-        x = torch.where(later, x + heads.center[:, :, None], x)
-    x = x.to(dtype)
-    if heads.first is None:
-        return x
-    inside = ((place >= 0) & (place < heads.whole))[:, None, :, None]
-    which = place.clamp(0, heads.whole - 1)[:, None, :, None].expand(-1, x.shape[1], -1, heads.width)
-    return torch.where(inside, heads.first.gather(2, which).to(dtype), x)
+        for text, place in enumerate(first.tolist()):
+            x[text, :, max(place + heads.whole, 0) :] += heads.center[text, :, None]
+    return x
 
 
-def _load_plain(heads: Heads, codes: Tensor, first: Tensor) -> Tensor:
+def _load_plain(heads: Heads, first: Tensor) -> Tensor:
+    codes = unpack(heads.words, heads.bits, heads.width)
     half: float | Tensor = ((1 << heads.bits) - 1) / 2
     if heads.first_bits is not None:
         is_first = torch.arange(heads.capacity, device=first.device) == first[:, None]

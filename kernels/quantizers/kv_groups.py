@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import magnitudes
@@ -63,12 +62,9 @@ class GroupedHeads:
 
     def dequantize(self) -> Tensor:
         """The values of the codes, fp32 [..., width]: still rotated."""
-        width = self.codes.shape[-1]
-        scale, point = (
-            per_group.repeat_interleave(self.group, -1)[..., :width]
-            for per_group in (scales(self.scale), zero_points(self.zero, self.bits))
-        )
-        return (self.codes - point) * scale
+        point = zero_points(self.zero, self.bits)[..., None]
+        x = _in_groups(self.codes, self.group) - point
+        return x.mul_(scales(self.scale)[..., None]).flatten(-2)[..., : self.codes.shape[-1]]
 
 
 def scales(scale: Tensor) -> Tensor:
@@ -100,22 +96,28 @@ def quantize_groups(x: Tensor, bits: int, group: int) -> GroupedHeads:
     if not 1 <= bits <= 8 or group < 1:
         raise ValueError(f"groups are of 1 or more numbers in 1 to 8 bits, not {group} in {bits}")
     width, n = x.shape[-1], (1 << bits) - 1
-    groups = group_count(width, group)
-    x = torch.unflatten(F.pad(x.float(), (0, groups * group - width)), -1, (groups, group))
-    there = (torch.arange(groups * group, device=x.device) < width).view(groups, group)
-    least = x.masked_fill(~there, torch.inf).amin(-1)
-    most = x.masked_fill(~there, -torch.inf).amax(-1)
+    x = _in_groups(x.float(), group)
+    least, most = x.amin(-1), x.amax(-1)
     middle = (least + most) * 0.5
     half = torch.maximum((most - least) * 0.5, middle.abs() * 0.5)
     byte = _scale_bytes(half * (2 * COVER[bits] / n))
-    scale = scales(byte)[..., None]
     usable = (byte != 0) & (byte != SCALE_NAN)
-    divisor = torch.where(usable[..., None], scale, 1)
-    zero = (quotient(middle[..., None], divisor)[..., 0] * 2.0 ** (7 - bits)).round().clamp(-128, 127)
+    divisor = torch.where(usable, scales(byte), 1)
+    zero = (quotient(middle, divisor) * 2.0 ** (7 - bits)).round().clamp(-128, 127)
     zero = torch.where(usable, zero, 0).to(torch.int8)
-    codes = (x / divisor + zero_points(zero, bits)[..., None]).round().clamp(0, n)
-    codes = torch.where(usable[..., None], codes, 0).to(torch.uint8)
+    codes = (x / divisor[..., None]).add_(zero_points(zero, bits)[..., None]).round_().clamp_(0, n)
+    codes = codes.masked_fill_(~usable[..., None], 0).to(torch.uint8)
     return GroupedHeads(codes.flatten(-2)[..., :width], byte, zero, bits, group)
+
+
+def _in_groups(x: Tensor, group: int) -> Tensor:
+    """[..., groups, group] for [..., width]: the last number again where the last group is short, which
+    changes neither of its ends.
+    """
+    width = x.shape[-1]
+    if missing := group_count(width, group) * group - width:
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], -1)
+    return torch.unflatten(x, -1, (group_count(width, group), group))
 
 
 def _scale_bytes(scale: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ def not_readable(model: PreTrainedModel) -> str | None:
     """Why a model's attention cannot read packed keys and values, in words; None if it can."""
     config = model.config
     text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        return "its cache keeps latents, from which it makes keys and values"
     if any(parameter.device.type != "cuda" for parameter in model.parameters()):
         return "the kernel is for GPUs"
     if text is not config:

@@ -71,8 +71,9 @@ class KVCache(Cache):
     places          positions of the new tokens in their sequences, only with `max_length`; None means that
                     the cache counts the tokens
 
-    `bits` of the cache are those of each layer. Raises UsageError for other bits and for a plan that was made
-    for another form, and NeuzipError for a model whose layers cache anything but keys and values.
+    `bits` of the cache are those of each layer. No gradients flow through keys and values. Raises UsageError
+    for parameters that are wrong and for a plan that was made for another form, and NeuzipError for a model
+    whose layers cache anything but keys and values.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class KVCache(Cache):
         attention_mask: Tensor | None = None,
         places: TokenPositions | None = None,
     ) -> None:
+        _require_arguments(config, max_length, attention_mask, places)
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
         if isinstance(form, str) and form not in FORMS:
             raise UsageError(f"`form={form!r}`: is no form of a KV cache", f"give {in_words(FORMS)}")
@@ -110,9 +112,7 @@ class KVCache(Cache):
         bits = self.bits[index]
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             if bits is None:
-                raise UsageError(
-                    f"`kv_bits`: no bits for the keys and values of layer {index}", WHAT_THERE_IS
-                )
+                raise UsageError(f"`bits`: no bits for the keys and values of layer {index}", WHAT_THERE_IS)
             still = None
             if self.form.heads.still_wavelength < math.inf:
                 still = partial(still_channels, config, index, self.form.heads.still_wavelength)
@@ -164,3 +164,17 @@ class KVCache(Cache):
         finally:
             self.form.reads_packed = False
             model.config._attn_implementation = before
+
+
+def _require_arguments(config: object, max_length: object, attention_mask: object, places: object) -> None:
+    """Raise UsageError for arguments of `KVCache` that are wrong."""
+    if not hasattr(config, "get_text_config"):
+        raise UsageError(f"`config`: is a {type(config).__name__}, no config", "give model.config")
+    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        raise UsageError(f"`max_length={max_length!r}`: is no number of tokens", "give 1 or more, or None")
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2):
+        shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
+        what = f"has the shape {shape}" if shape is not None else f"is a {type(attention_mask).__name__}"
+        raise UsageError(f"`attention_mask`: {what}", "give a tensor [texts, tokens], as the tokenizer does")
+    if places is not None and max_length is None:
+        raise UsageError("`places` has no effect without `max_length`", "give both, or neither")

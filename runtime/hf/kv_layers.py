@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from neuzip.choices import KvForm
+from neuzip.errors import UsageError
 from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
 from neuzip.runtime.hf.static_cache import TokenPositions
@@ -39,6 +40,11 @@ class HeadForm:
     whole: int = 0
     still_wavelength: float = math.inf
 
+    def __post_init__(self) -> None:
+        groups = [group for group in (self.key_group, self.value_group) if group is not None]
+        if self.whole < 0 or any(group < 1 for group in groups) or not self.still_wavelength >= 0:
+            raise UsageError(f"`form={self!r}`: groups have 1 or more numbers, and no number is below 0")
+
 
 FORMS: dict[KvForm, HeadForm] = {
     "rotated": HeadForm(key_group=32, value_group=64, whole=4, still_wavelength=4096.0),
@@ -62,11 +68,14 @@ class CacheFormat:
     how: str = DEQUANTISED
 
     def first_tokens(self, batch: int) -> Tensor:
-        """Which token of each text is its first, int64 [batch]. Raises ValueError for another batch."""
+        """Which token of each text is its first, int64 [batch]. Raises UsageError for another batch."""
         if self.first is None:
             return torch.zeros(batch, dtype=torch.int64)
         if batch % self.first.shape[0]:
-            raise ValueError(f"{batch} texts, and a mask of {self.first.shape[0]}")
+            raise UsageError(
+                f"`attention_mask`: is of {self.first.shape[0]} texts, and the model is given {batch}",
+                "give the mask of the prompts, or make a new KVCache for another batch",
+            )
         return self.first.repeat_interleave(batch // self.first.shape[0])
 
     def allocate(
@@ -178,6 +187,11 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _store(self, keys: Tensor, values: Tensor, at: int | Tensor, with_first: bool) -> None:
         """Write tokens. Those after the first of every text spare the search for it."""
         assert self.key_heads is not None and self.value_heads is not None
+        if keys.shape[0] != self.batch_size:
+            raise UsageError(
+                f"a KV cache of {self.batch_size} texts is given tokens of {keys.shape[0]}",
+                "make a new KVCache for another batch",
+            )
         both = self.key_heads, self.value_heads
         kernels.store(both, (keys, values), at, self.first, with_first=with_first)
 

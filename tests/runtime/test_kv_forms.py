@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    StableLmConfig,
+)
 
 from neuzip.errors import UsageError
 from neuzip.kernels import kv_cache
@@ -41,8 +48,10 @@ def room(shape: tuple[int, int, int, int], bits: int, **options: Any) -> Heads:
 
 
 def same_bits(a: Heads, b: Heads, tokens: slice = slice(None)) -> bool:
-    pairs = [(getattr(a, name)[:, :, tokens], getattr(b, name)[:, :, tokens]) for name in OF_TOKENS]
-    pairs += [(getattr(a, name), getattr(b, name)) for name in OF_TEXTS if getattr(a, name) is not None]
+    held = [name for name in OF_TOKENS + OF_TEXTS if getattr(a, name) is not None]
+    assert held == [name for name in OF_TOKENS + OF_TEXTS if getattr(b, name) is not None]
+    a, b = a.tokens_changed(lambda x: x[:, :, tokens]), b.tokens_changed(lambda x: x[:, :, tokens])
+    pairs = [(getattr(a, name), getattr(b, name)) for name in held]
     return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
 
 
@@ -158,6 +167,26 @@ def test_one_by_one_stores_the_bits_of_all_at_once(bits: int, width: int):
     assert 0 < off < 2.0 ** (1 - bits)
 
 
+@pytest.mark.parametrize("group", [32, None])
+def test_blocks_are_read_and_written_as_a_whole(group: int | None, monkeypatch):
+    """Blocks that cut the whole tokens, and texts whose first token is not there any more."""
+    x, found = states(2, 2, 50, 80), []
+    for numbers in (1 << 30, 7 * 2 * 2 * 80):
+        monkeypatch.setattr("neuzip.kernels.kv_cache.ops.BLOCK", numbers)
+        heads = room((2, 2, 60, 80), 3, group=group)
+        kv_cache.store([heads], [x], 4, torch.tensor([9, 40]))
+        loaded = [kv_cache.load(heads, torch.tensor([9, 40]), torch.float32)]
+        loaded += [kv_cache.load(heads.tokens(11, 57), torch.tensor(first), torch.bfloat16)
+                   for first in ([-2, 29], [-11, 44])]  # fmt: skip
+        found.append((heads, loaded))
+    (one, dense), (other, pieces) = found
+    assert same_bits(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(dense, pieces, strict=True))
+    if group is not None:
+        assert torch.equal(dense[0][0, :, 9:13], x[0, :, 5:9].bfloat16().float())
+        assert torch.equal(dense[1][0, :, :2], x[0, :, 7:9].bfloat16())
+
+
 def test_padding_changes_no_bits():
     x = states(1, 2, 20, 64)
     alone, padded = room((1, 2, 30, 64), 4), room((1, 2, 30, 64), 4)
@@ -237,6 +266,57 @@ def test_still_channels_follow_the_config():
     assert bool(still_channels(GPT2Config(), 0, 1024.0, 64).all())
     llama.rope_parameters["partial_rotary_factor"] = 0.5
     assert bool(still_channels(llama, 0, 1024.0, 64)[32:].all())
+
+
+LATENT = DeepseekV3Config(
+    vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+    q_lora_rank=16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1, max_position_embeddings=64,
+    bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SMALL), StableLmConfig(**SMALL, partial_rotary_factor=0.25),
+        GPT2Config(n_embd=64, n_head=2, n_layer=1), LATENT,
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_still_channels_are_those_that_a_models_positions_leave_alone(config: Any):
+    """A text of one token again and again: only channels that turn differ from place to place."""
+    model = AutoModelForCausalLM.from_config(config).eval()
+    if config.model_type == "gpt2":
+        model.transformer.wpe.weight.data.zero_()  # positions that are added to the embedding
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(torch.full((1, 9), 5), past_key_values=cache)
+    keys = cache.layers[0].keys
+    alike = ((keys - keys[:, :, :1]).abs() < 1e-5).all(0).all(0).all(0)
+    assert torch.equal(still_channels(config, 0, math.inf, keys.shape[-1]), alike)
+
+
+def test_the_last_channels_of_whole_latent_keys_turn():
+    """transformers 4.57 caches keys and values, not latents."""
+    found = still_channels(LATENT, 0, math.inf, 24)
+    assert found.tolist() == [True] * 16 + [False] * 8
+
+
+def test_latents_are_quantised_and_no_kernel_reads_them():
+    """In place of keys and values, DeepSeek-V3 caches what it makes them from."""
+    model, ids = AutoModelForCausalLM.from_config(LATENT).eval(), torch.arange(1, 21)[None]
+    cache = KVCache(LATENT, 8)
+    with torch.no_grad(), cache.attention(model):
+        found = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([15, 5], 1)], 1)
+        expected = model(ids).logits
+    assert 0 < (found - expected).norm() < 0.02 * expected.norm()
+    assert cache.how.endswith("its cache keeps latents, from which it makes keys and values")
 
 
 def test_forms_that_there_are_not_are_refused():

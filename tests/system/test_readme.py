@@ -457,6 +457,33 @@ def test_the_first_token_stands_beside_its_aims(readme: Pages) -> None:
     assert f"Measured with `{command}` on a card, " in text and "with random weights" in text
 
 
+def test_a_kv_cache_says_on_which_text_its_bits_were_chosen(root: Path, readme: Pages) -> None:
+    document = json.loads((root / "benchmarks" / "results" / "kv_cache-demo.json").read_text())
+    rows = [r for r in document["results"] if (r["bits"], r["form"]) in ((16, None), (4, "rotated"))]
+    chosen = {
+        "max_kld": 0.02, "kld": {"value": 0.0187, "standard_error": 0.001}, "text": "other.txt",
+        "tokens": 2048, "window": 512, "keys": "4 5", "values": "3 4",
+    }  # fmt: skip
+    rows[1] |= {"bits": "auto:0.02", "calibration": chosen, "must": 0.001, "stretch": 0.0005}
+    text = readme.kv_cache({"demo": {**document, "results": rows, "about": "Made up."}})
+    (line,) = (line for line in text.splitlines() if line.startswith("| `--kv-bits auto:0.02` | rotated | "))
+    assert "(target 0.001 / 0.0005, **missed**)" in line
+    assert "\n\nMade up.\n\n" in text
+    words = " ".join(text.split())
+    assert "`auto:0.02` chose the bits on 2,048 tokens of other.txt, where the KLD is 0.019." in words
+    assert "Keys of the layers have 4 5 bits, values 3 4." in words
+
+
+def test_positions_are_compared_with_the_begin_of_a_window(root: Path, readme: Pages) -> None:
+    document = json.loads((root / "benchmarks" / "results" / "kv_cache-demo.json").read_text())
+    base, four = (r for r in document["results"] if (r["bits"], r["form"]) in ((16, None), (4, "rotated")))
+    base |= {"kld_by_part": [0.0, 0.0], "nll_by_part": [3.25, 3.5]}
+    four |= {"kld": 0.0031, "kld_by_part": [0.002, 0.0042]}
+    text = readme.kv_positions({"demo": {**document, "results": [base, four]}})
+    assert "| not quantised: loss, nats |  |  | 3.25 | 3.50 |" in text
+    assert "| `--kv-bits 4` | rotated | 0.0031 | 1.00 | 2.10 |" in text
+
+
 EVERYTHING = (
     "sweep-wikilm-26m", "sweep-smollm2-135m", "kv_cache-demo", "kv_cache-smollm2-135m", "kv_attention",
     "generate", "gpu_codec", "bitnet", "attention", "linear_cross_entropy", "train_memory", "recovery",
