@@ -32,6 +32,7 @@ from transformers.utils import logging
 from neuzip.compress import Rule, Scheme, compress, decompress
 from neuzip.compress.device import choose
 from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.safetensors_file import DTYPE_BITS
@@ -322,7 +323,7 @@ def test_groups_are_read_in_the_order_in_which_they_are_wanted(larger, monkeypat
     def noted(source, tensors, device, workers, *, verify):  # type: ignore[no-untyped-def]
         assert device.type == "cuda"
         groups.append([t.name for t in tensors])
-        return [read_tensor(source, t, workers, verify=verify) for t in tensors]
+        return read_tensors(source, tensors, torch.device("cpu"), workers, verify=verify)
 
     monkeypatch.setattr(read, "read_tensors", noted)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -333,7 +334,7 @@ def test_groups_are_read_in_the_order_in_which_they_are_wanted(larger, monkeypat
         with stored_tensors.stored_tensors(source, tensors, torch.device("cuda"), in_groups=True) as stored:
             for tensor in sorted(tensors, key=lambda t: t.name):
                 data = stored[tensor.name][...].to(device="cpu", dtype=None)
-                assert torch.equal(data, read_tensor(source, tensor, Workers(1)))
+                assert torch.equal(data, alone(source, tensor))
     assert sorted(name for group in groups for name in group) == sorted(t.name for t in tensors)
     assert 3 < len(groups) < len(tensors) / 2
 
@@ -344,7 +345,7 @@ def test_each_device_of_a_map_decodes_what_it_is_asked_for(larger, monkeypatch):
 
     def noted(source, tensors, device, workers, *, verify):  # type: ignore[no-untyped-def]
         groups.append((device, [t.name for t in tensors]))
-        return [read_tensor(source, t, workers, verify=verify) for t in tensors]
+        return read_tensors(source, tensors, torch.device("cpu"), workers, verify=verify)
 
     monkeypatch.setattr(read, "read_tensors", noted)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -361,14 +362,18 @@ def test_each_device_of_a_map_decodes_what_it_is_asked_for(larger, monkeypatch):
                 return result
 
             for tensor, data in zip(tensors, pool.map(taken, range(len(tensors))), strict=True):
-                assert torch.equal(data, read_tensor(source, tensor, Workers(1)))
-            first = tensors[0]
-            part = stored[first.name][:3]
-    assert torch.equal(part, read_tensor(source, first, Workers(1))[:3])
+                assert torch.equal(data, alone(source, tensor))
+            part = stored[tensors[0].name][:3]
+        assert torch.equal(part, alone(source, tensors[0])[:3])
     *on_gpus, (last, _) = groups
     assert {device.type for device, _ in on_gpus} == {"cuda"} and last.type == "cpu"
     assert {device.index for device, _ in on_gpus} >= {0, 1}
     assert sorted(name for _, names in on_gpus for name in names) == [t.name for t in tensors]
+
+
+def alone(source: FolderSource, tensor: SourceTensor) -> torch.Tensor:
+    """A tensor that the CPU decodes, whatever a test has put in the place of `read_tensors`."""
+    return read_tensors(source, [tensor], torch.device("cpu"), Workers(1))[0]
 
 
 def _stays(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
