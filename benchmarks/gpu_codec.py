@@ -154,6 +154,8 @@ def show(rows: Sequence[Row]) -> None:
         )
         line += f"{r['share']:9.0%}" if "share" in r else " " * 9
         line += f"{r['ratio']:8.2%}" if "ratio" in r else " " * 8
+        if "must_gb_s" in r:
+            line += "  met" if r["gb_s"] >= r["must_gb_s"] else "  MISSED"
         print(line + (f"  {r['bits_per_exponent']:.3f} bits/exponent" if "bits_per_exponent" in r else ""))
 
 

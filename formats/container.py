@@ -242,11 +242,12 @@ def header_room(
 class Container:
     """A container file open for reading: the original's header, the records, and streams by range.
 
-    One that needs the base of a delta is refused, unless `delta` says that it may be one.
+    `file` is its path, or the open safetensors file, which the container closes. One that needs the base of a
+    delta is refused, unless `delta` says that it may be one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, delta: bool = False) -> None:
-        self._file = TensorFile(path)
+    def __init__(self, file: str | os.PathLike[str] | TensorFile, *, delta: bool = False) -> None:
+        self._file = file if isinstance(file, TensorFile) else TensorFile(file)
         self._delta = delta
         self.path = self._file.path
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -58,6 +60,46 @@ def read_tensors(
         result.append(by_place[place].clone() if place in taken else by_place[place])
         taken.add(place)
     return result
+
+
+class ReadAhead:
+    """A thread that reads groups of tensors while its caller uses others."""
+
+    def __init__(self, source: FolderSource, workers: Workers, *, verify: bool = True) -> None:
+        self._source, self._workers, self._verify = source, workers, verify
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="neuzip-ahead")
+
+    def begin(self, tensors: Sequence[SourceTensor], device: torch.device) -> Future[list[torch.Tensor]]:
+        """Begin to read tensors as `read_tensors` does; on a GPU for the caller's current stream."""
+        queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return self._pool.submit(self._read, tensors, device, queue)
+
+    def groups(
+        self, groups: Iterator[list[SourceTensor]], device: torch.device
+    ) -> Iterator[tuple[list[SourceTensor], list[torch.Tensor]]]:
+        """Each group and its values on `device`: two groups are in memory, as the next one is being read."""
+        begun = ((group, self.begin(group, device)) for group in groups)
+        coming = next(begun, None)
+        while coming is not None:
+            group, values = coming[0], coming[1].result()
+            coming = next(begun, None)
+            yield group, values
+
+    def _read(
+        self, tensors: Sequence[SourceTensor], device: torch.device, queue: torch.cuda.Stream | None
+    ) -> list[torch.Tensor]:
+        with torch.cuda.stream(queue) if queue is not None else nullcontext():
+            return read_tensors(self._source, tensors, device, self._workers, verify=self._verify)
+
+    def close(self) -> None:
+        """End the thread when it has read what it is reading."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def read_tensor(

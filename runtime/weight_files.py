@@ -22,11 +22,14 @@ from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
 from neuzip.formats.records import QuantizedRecord, TernaryRecord
 from neuzip.kernels.grid import Grid
-from neuzip.runtime.read import read_grid, read_tensors
+from neuzip.runtime.read import ReadAhead, read_grid
 from neuzip.runtime.serving import STEPS
 
-GROUP = 256 << 20
-"""Bytes of tensors that a GPU decodes at once. A larger tensor is a group of its own."""
+GROUP = 128 << 20
+"""Bytes of tensors that are decoded at once. A larger tensor is a group of its own.
+
+Two groups are in memory: the next one is read while one is in use.
+"""
 
 _SHARD = re.compile(r"(?P<before>.*)-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 
@@ -70,10 +73,8 @@ def decoded_tensors(
     A matrix that is stored quantized has the steps of its rows as the attribute STEPS.
     """
     tensors = [tensor for tensor in source.tensors() if is_wanted(tensor.name)]
-    with Workers() as workers:
-        for group in _groups(tensors):
-            with torch.device("cpu"):  # vLLM loads weights where a GPU is the default device
-                values = read_tensors(source, group, device, workers)
+    with Workers() as workers, ReadAhead(source, workers) as reading:
+        for group, values in reading.groups(_groups(tensors), device):
             values.reverse()
             for tensor in group:  # which are freed one by one
                 value = values.pop()

@@ -175,7 +175,8 @@ class Codec(Generic[RecordT]):
     """One scheme. Subclasses name the type of their records, and `kind` if rules may name the scheme.
 
     `keys` are the keys that rules give to `scheme_type`, a dataclass that is Scheme or a subclass of it.
-    `rounds` says whether tensors lose anything; None where only encoding tells.
+    `rounds` says whether tensors lose anything; None where only encoding tells. `coding_streams` are the
+    streams, short ones, that `coding` reads.
     """
 
     record: type[RecordT]
@@ -183,6 +184,7 @@ class Codec(Generic[RecordT]):
     keys: tuple[str, ...] = ()
     scheme_type: type[Scheme] = Scheme
     rounds: ClassVar[bool | None] = False
+    coding_streams: ClassVar[tuple[str, ...]] = ()
 
     def check(self, scheme: Scheme) -> None:
         """Raise UsageError for values of a scheme that do not exist, or that it does not have."""

@@ -290,6 +290,7 @@ class LosslessCodec(Codec[LosslessRecord]):
 
     record = LosslessRecord
     kind = "lossless"
+    coding_streams = ("table", "index")
 
     def applies(self, info: TensorInfo, scheme: Scheme) -> tuple[Scheme, str]:
         """The scheme, or RAW for tensors without floats and for small ones."""

@@ -46,6 +46,7 @@ class QuantizedCodec(Codec[QuantizedRecord]):
     kind = "quantized"
     keys = ("step", "row_factors", "column_factors")
     rounds = True
+    coding_streams = ("grid", "index")
 
     def check(self, scheme: Scheme) -> None:
         """Raise UsageError for a step that is none, and for factors that are not true or false."""

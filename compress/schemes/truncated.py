@@ -261,6 +261,7 @@ class TruncatedCodec(Codec[TruncatedRecord]):
     kind = "truncated"
     keys = ("mantissa_bits", "block_size")
     rounds = True
+    coding_streams = ("table", "index")
 
     def check(self, scheme: Scheme) -> None:
         """Raise UsageError for numbers of bits or block sizes that do not exist."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from neuzip.compress.device import Device
@@ -13,18 +12,18 @@ from neuzip.compress.schemes.codec import StoredTensor
 from neuzip.errors import FormatError
 from neuzip.formats.container import Container, checksum
 from neuzip.formats.records import Record, stream_name
-from neuzip.formats.safetensors_file import Header
+from neuzip.formats.safetensors_file import Header, TensorFile
 
 from .source import Extent, SourceTensor
 
 
 class ContainerFile:
-    """A container with compressed tensors; one of a delta only if `delta`."""
+    """A container with compressed tensors, from the open file; one of a delta only if `delta`."""
 
     is_container = True
 
-    def __init__(self, path: Path, *, delta: bool) -> None:
-        self._container = Container(path, delta=delta)
+    def __init__(self, file: TensorFile, *, delta: bool) -> None:
+        self._container = Container(file, delta=delta)
         self.path = self._container.path
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -124,15 +125,23 @@ class FolderSource:
         stored = self._stored(tensor, check=check)
         return self._naming(tensor, lambda: codec_of(stored.record).decoder(stored))
 
-    def coding(self, tensor: SourceTensor) -> FloatCoding | GridCoding | None:
+    def coding(
+        self, tensor: SourceTensor, streams: Mapping[str, Bytes] | None = None
+    ) -> FloatCoding | GridCoding | None:
         """How a tensor is coded for the decoder on a GPU; None for one that it cannot decode.
 
-        Raises FormatError.
+        Whole `streams` that the caller has read are not read again. Raises FormatError.
         """
         if tensor.record is None:
             return None
-        stored = self._stored(tensor)
-        return self._naming(tensor, lambda: codec_of(stored.record).coding(stored))
+        stored, arrays = self._stored(tensor), streams or {}
+
+        def read(name: str, start: int, stop: int) -> Bytes:
+            array = arrays.get(name)
+            return stored.read_stream(name, start, stop) if array is None else array[start:stop]
+
+        codec = codec_of(stored.record)
+        return self._naming(tensor, lambda: codec.coding(replace(stored, read_stream=read)))
 
     def check_without_base(self, tensor: SourceTensor) -> None:
         """Check a tensor of a delta as far as that goes without its base. Raises FormatError."""
@@ -264,6 +273,5 @@ def weight_bytes(path: str | os.PathLike[str], *, allow_delta: bool = False) -> 
 
 def open_weights(path: Path, *, delta: bool = False) -> PlainFile | ContainerFile:
     """A .safetensors file, opened as what it is: a delta's container only if `delta`."""
-    with TensorFile(path) as file:
-        compressed = is_container(file)
-    return ContainerFile(path, delta=delta) if compressed else PlainFile(path)
+    file = TensorFile(path)  # whose header, long with many tensors, is parsed once
+    return ContainerFile(file, delta=delta) if is_container(file) else PlainFile(file)

@@ -14,7 +14,7 @@ from neuzip.formats.checkpoint import with_indices
 from neuzip.formats.container import is_container_metadata
 from neuzip.formats.hub.pull import remove_unfinished
 from neuzip.formats.hub.stream import RemoteCheckpoint, download, read_range
-from neuzip.formats.safetensors_file import Header
+from neuzip.formats.safetensors_file import Header, TensorFile
 
 from .plain import PlainFile
 from .source import SourceTensor
@@ -76,7 +76,7 @@ class HubSource:
     def arrive(self, file: str) -> None:
         """Read a weight file from its place from now on. Raises FormatError."""
         path = self.checkpoint.root / file
-        weights = self._files[file] = PlainFile(path)
+        weights = self._files[file] = PlainFile(TensorFile(path))
         if weights.header.raw != self._headers[file].raw:
             raise FormatError(path, "has another header than the Hub gave for it")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from neuzip.compress.pieces import Bytes, ReadBytes
 from neuzip.formats.records import Record
@@ -13,14 +12,14 @@ from .source import Extent, SourceTensor
 
 
 class PlainFile:
-    """A .safetensors file with tensors as they are."""
+    """An open .safetensors file with tensors as they are."""
 
     is_container = False
     needs_base = False
     records: Mapping[str, Record] = {}
 
-    def __init__(self, path: Path) -> None:
-        self._file = TensorFile(path)
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
 
     @property
     def header(self) -> Header:

@@ -13,6 +13,9 @@ import torch
 from neuzip.kernels.dtypes import pattern_dtypes
 from neuzip.kernels.sparse_delta.numbers import BLOCK, BLOCK_BITS, COUNT_BITS
 
+MOST_ROWS = 16
+"""Tables of offsets that a BlockMap keeps."""
+
 
 @dataclass(frozen=True)
 class BlockMap:
@@ -49,6 +52,23 @@ class BlockMap:
                 torch.from_numpy(owners[blocks]).to(device),
             )
         return self._tables[key]
+
+    def rows(self, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """A row of each tensor: its first block, its weights, and its offset in memory: int64 [tensors, 3].
+
+        The tables of the last MOST_ROWS offsets are kept, as steps of a training use the same memory.
+        """
+        key = offsets, device
+        if key not in self._rows:
+            table = np.stack([self.firsts[:-1], np.array(self.numels), np.array(offsets)], 1)
+            if len(self._rows) == MOST_ROWS:
+                self._rows.pop(next(iter(self._rows)))
+            self._rows[key] = torch.from_numpy(table).to(device)
+        return self._rows[key]
+
+    @functools.cached_property
+    def _rows(self) -> dict[tuple[tuple[int, ...], torch.device], torch.Tensor]:
+        return {}
 
     @functools.cached_property
     def _tables(self) -> dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from neuzip.kernels.device.first_use import check_first_use
+from neuzip.kernels.sparse_delta import first_use
 from neuzip.kernels.sparse_delta.blocks import BlockMap, CodedDelta, patterns, word_starts
 from neuzip.kernels.sparse_delta.numbers import BLOCK, COUNT_BITS
 
@@ -40,7 +43,8 @@ class CheckedDelta:
 
 
 def digest(tensors: Tensors, blocks: BlockMap) -> torch.Tensor:
-    """The digest of the weights of tensors: reads all of them."""
+    """The digest of the weights of tensors: reads all of them. Raises WrongResults at its first use."""
+    _check_applying(blocks, _device(tensors))
     if (triton := _triton(tensors)) is not None:
         return triton.digest(tensors, blocks)  # type: ignore[no-any-return]
     cpu = _cpu()
@@ -53,8 +57,14 @@ def digest(tensors: Tensors, blocks: BlockMap) -> torch.Tensor:
 
 
 def encode(old: Tensors, new: Tensors, blocks: BlockMap) -> CodedDelta:
-    """Code the difference of tensors: the host waits for a GPU once, to learn how many words there are."""
+    """Code the difference of tensors: the host waits for a GPU once, to learn how many words there are.
+
+    Raises WrongResults for a GPU whose first results are wrong.
+    """
     device = _device(old)
+    for bits in _widths(blocks, device):
+        is_right = partial(first_use.makes, encode, bits, device)
+        check_first_use(f"{first_use.MAKING} of {bits} bits", device, is_right)
     descriptors = torch.empty(blocks.count, dtype=torch.int32, device=device)
     if (triton := _triton(old)) is not None:
         triton.measure(old, new, blocks, descriptors)
@@ -76,7 +86,11 @@ def encode(old: Tensors, new: Tensors, blocks: BlockMap) -> CodedDelta:
 
 
 def check(weights: Tensors, blocks: BlockMap, coded: CodedDelta) -> CheckedDelta:
-    """Decode a difference and look at every rule of the format, without writing a weight."""
+    """Decode a difference and look at every rule of the format, without writing a weight.
+
+    Raises WrongResults for a GPU whose first results are wrong.
+    """
+    _check_applying(blocks, _device(weights))
     starts = word_starts(coded.descriptors)
     if (triton := _triton(weights)) is not None:
         change, broken = triton.check(weights, blocks, coded, starts)
@@ -115,6 +129,27 @@ def changed(blocks: BlockMap, coded: CodedDelta, checked: CheckedDelta) -> list[
         jobs.append((numel, 8 * size, *_own(coded, checked.starts, own), part.numpy()))
     _each(_cpu().changed, jobs)
     return parts
+
+
+def check_and_apply(weights: Tensors, blocks: BlockMap, coded: CodedDelta) -> torch.Tensor:
+    """Check a difference that is right, and apply it: what the digest of the weights gains."""
+    checked = check(weights, blocks, coded)
+    apply(weights, blocks, coded, checked)
+    return checked.change
+
+
+def _check_applying(blocks: BlockMap, device: torch.device) -> None:
+    """Have a GPU digest, check and apply a sample, at the first use for weights of as many bits."""
+    for bits in _widths(blocks, device):
+        is_right = partial(first_use.applies, check_and_apply, digest, bits, device)
+        check_first_use(f"{first_use.APPLYING} of {bits} bits", device, is_right)
+
+
+def _widths(blocks: BlockMap, device: torch.device) -> list[int]:
+    """The bits of the weights that kernels take."""
+    if device.type == "cpu" and not INTERPRET:
+        return []
+    return sorted({8 * s for s, n in zip(blocks.itemsizes, blocks.numels, strict=True) if n})
 
 
 _PIECE = 1 << 22

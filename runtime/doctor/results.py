@@ -40,6 +40,9 @@ DECODED = (
 )
 """Kinds of coded weights that the decoder is tried with."""
 
+DELTA_BITS = (8, 16)
+"""Bits of weights that sparse deltas are tried with: fp8 and bf16."""
+
 SHAPE = (272, 1024)
 """Rows and columns of the weights: whole turns of columns, and rows that are no whole blocks."""
 
@@ -81,6 +84,9 @@ def gpu_findings(place: torch.device, note: Note) -> Iterator[Finding]:
             name += "low bits, " if kind.grid and kind.kept_bits else ""
             name += f"{'a whole' if blocks else 'a short'} block"
             yield compared(where, name, same, partial(_decodes, kind, blocks, place), note)
+    for bits in DELTA_BITS:
+        check = partial(_delta_right, bits, place)
+        yield compared(where, f"sparse deltas, {bits} bits", same, check, note)
     packed = cache(partial(_packed, place))
     yield compared(where, "packed weights", same, lambda: _unpacks(*packed()), note)
     for name, rows in ROWS.items():
@@ -114,6 +120,14 @@ def _decodes(kind: Kind, blocks: int, place: torch.device) -> bool:
     from neuzip.kernels.rans.triton.decode import decodes_sample
 
     return decodes_sample(kind, blocks, place)
+
+
+def _delta_right(bits: int, place: torch.device) -> bool:
+    """Whether a GPU makes the delta of a sample as the reference does, and applies it right."""
+    from neuzip.kernels.sparse_delta import first_use, ops
+
+    is_made = first_use.makes(ops.encode, bits, place)
+    return is_made and first_use.applies(ops.check_and_apply, ops.digest, bits, place)
 
 
 def _weights() -> torch.Tensor:

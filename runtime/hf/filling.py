@@ -141,8 +141,8 @@ def _checkpoint(paths: Sequence[str]) -> Checkpoint:
 _NUMBERED = re.compile(r"-of-(\d+)\.safetensors\Z")
 
 
-def _place(settings: dict[str, Any]) -> torch.device:
-    """Where to decode: on the one GPU that takes the whole model, and otherwise on the CPU."""
+def _place(settings: dict[str, Any]) -> torch.device | None:
+    """Where to decode: on the one device that takes the whole model, or None for several."""
     named = (settings.get("device_map") or {"": "cpu"}).values()
     places = {torch.device("cpu" if place == "disk" else place) for place in named}
-    return places.pop() if len(places) == 1 else torch.device("cpu")
+    return places.pop() if len(places) == 1 else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from neuzip.formats.records import QuantizedRecord, TernaryRecord
 from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime.activations import ACTIVATIONS_ENTRY
 from neuzip.runtime.dtypes import torch_dtype
-from neuzip.runtime.read import read_grid, read_tensor, read_tensors, read_ternary
+from neuzip.runtime.read import ReadAhead, read_grid, read_tensor, read_tensors, read_ternary
 from neuzip.runtime.residency import DTYPES, WORTH
 from neuzip.runtime.weights import BitWeight, GridWeight
 from neuzip.runtime.weights.base import SMALLEST
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GROUP = 256 << 20
-"""Bytes of tensors, decoded, that a GPU decodes at once while it compresses a model in memory."""
+"""Bytes of tensors, decoded, that are in memory at once while transformers asks for them one by one.
+
+Half of them are being taken while the other half is read.
+"""
 
 
 class StoredTensors(dict[str, Any]):
@@ -76,14 +81,14 @@ def stored_tensors(
 ) -> Iterator[StoredTensors]:
     """Tensors by name, for `state_dict` of `from_pretrained`: on a GPU decoded at once, else when asked for.
 
-    A `place` of None is wherever transformers asks for them. `in_groups` is for models that are compressed in
-    memory: tensors are decoded when asked for on GPUs too, with some of those that will be asked for next,
-    and ternary matrices are a BitWeight. Quantized matrices are then a GridWeight if the `residency` is
-    "packed", and an AnsWeight if it is "ans". What is found damaged meanwhile is raised as FormatError in the
-    end, whatever transformers makes of it.
+    A `place` of None is wherever transformers asks for them: each device decodes the tensors that it is asked
+    for, with some of those that will be asked for next. `in_groups` is for models that are compressed in
+    memory: one GPU does the same then, and ternary matrices are a BitWeight. Quantized matrices are then a
+    GridWeight if the `residency` is "packed", and an AnsWeight if it is "ans". What is found damaged
+    meanwhile is raised as FormatError in the end, whatever transformers makes of it.
     """
     failures: list[NeuzipError] = []
-    with Workers() as workers:
+    with Workers() as workers, ExitStack() as stack:
         ternary: dict[str, SourceTensor] = {}
         mode = ternary_mode(source, tensors) if in_groups else "none"
         if in_groups:
@@ -92,14 +97,15 @@ def stored_tensors(
             tensors = [t for t in tensors if t.name not in ternary]
         of_residency = _QUANTIZED.get(residency)
         quantized = [t for t in tensors if of_residency and of_residency.can_be(source, t)]
-        if in_groups and (place is None or place.type == "cuda"):
+        if place is None or (in_groups and place.type == "cuda"):
             apart = {t.name for t in quantized if of_residency is _AnsTensor}  # which need no values
             together = [t for t in tensors if t.name not in apart]
             groups = _TensorGroups(source, together, place, workers, failures, verify)
+            stack.callback(groups.close)
             stored: dict[str, Any] = {
                 t.name: _PlacedTensor(source, t, partial(groups.take, t)) for t in tensors
             }
-        elif place is not None and place.type == "cuda":
+        elif place.type == "cuda":
             read = read_tensors(source, tensors, place, workers, verify=verify)
             loaded = {t.name: [data] for t, data in zip(tensors, read, strict=True)}
             del read
@@ -164,6 +170,7 @@ class _TensorGroups:
     """Tensors on the GPUs that ask for them, decoded a few at a time: those that will be wanted next, too.
 
     On `place`, if that is not None, whatever device is asked for: without accelerate transformers knows none.
+    For several threads, as transformers fills models with four.
     """
 
     def __init__(
@@ -177,40 +184,67 @@ class _TensorGroups:
     ) -> None:
         from transformers.core_model_loading import dot_natural_key
 
-        self._source, self._workers, self._failures = source, workers, failures
-        self._place, self._verify = place, verify
-        in_order = sorted(tensors, key=lambda t: dot_natural_key(t.name))
-        self._waiting = {t.name: t for t in in_order}
+        self._failures, self._place = failures, place
+        self._in_order = sorted(tensors, key=lambda t: dot_natural_key(t.name))
+        self._numbers = {t.name: number for number, t in enumerate(self._in_order)}
+        self._waiting = set(self._numbers)
         self._ready: dict[str, torch.Tensor] = {}
+        self._reading = ReadAhead(source, workers, verify=verify)
+        self._coming: tuple[list[SourceTensor], Future[list[torch.Tensor]]] | None = None
+        self._lock = threading.Lock()
 
     def take(self, tensor: SourceTensor, device: torch.device) -> torch.Tensor:
         """A tensor on `device`, which is then the caller's alone. Raises FormatError."""
-        device = device if self._place is None else self._place
+        with self._lock:
+            return self._take(tensor, device if self._place is None else self._place)
+
+    def close(self) -> None:
+        """End the thread that reads."""
+        self._reading.close()
+
+    def _take(self, tensor: SourceTensor, device: torch.device) -> torch.Tensor:
         if tensor.name not in self._ready:
-            group = [tensor, *self._next(tensor)] if device.type == "cuda" else [tensor]
-            try:
-                read = read_tensors(self._source, group, device, self._workers, verify=self._verify)
-            except NeuzipError as failure:
-                self._failures.append(failure)
-                raise
-            for t in group:
-                self._waiting.pop(t.name, None)
-            self._ready |= {t.name: data for t, data in zip(group, read, strict=True)}
+            if self._coming is None or all(t.name != tensor.name for t in self._coming[0]):
+                if self._coming is not None:
+                    self._arrive()
+                room = GROUP // 2 - tensor.info.nbytes
+                self._begin([tensor, *self._behind(tensor, room, 0)] if _is_gpu(device) else [tensor], device)
+            last = self._arrive()
+            if _is_gpu(device):
+                self._begin(self._behind(last, GROUP // 2, 1), device)
         return self._ready.pop(tensor.name).to(device)
 
-    def _next(self, tensor: SourceTensor) -> Iterator[SourceTensor]:
-        """Tensors that wait behind one, as many as fit into a group with it."""
-        left = GROUP - tensor.info.nbytes
-        names = iter(self._waiting)
-        if tensor.name in self._waiting:
-            for name in names:
-                if name == tensor.name:
+    def _behind(self, tensor: SourceTensor, nbytes: int, least: int) -> list[SourceTensor]:
+        """Tensors that wait behind one: `least` of them, and more if they have at most `nbytes`."""
+        group: list[SourceTensor] = []
+        number = self._numbers.get(tensor.name)
+        for behind in self._in_order[number + 1 :] if number is not None else []:
+            if behind.name in self._waiting:
+                nbytes -= behind.info.nbytes
+                if nbytes < 0 and len(group) >= least:
                     break
-        for name in names:
-            left -= self._waiting[name].info.nbytes
-            if left < 0:
-                return
-            yield self._waiting[name]
+                group.append(behind)
+        return group
+
+    def _begin(self, group: list[SourceTensor], device: torch.device) -> None:
+        """Begin to read a group."""
+        self._waiting -= {t.name for t in group}
+        self._coming = (group, self._reading.begin(group, device)) if group else None
+
+    def _arrive(self) -> SourceTensor:
+        """Wait for the group that is coming; its last tensor. Raises FormatError."""
+        assert self._coming is not None
+        (group, values), self._coming = self._coming, None
+        try:
+            self._ready |= {t.name: data for t, data in zip(group, values.result(), strict=True)}
+        except NeuzipError as failure:
+            self._failures.append(failure)
+            raise
+        return group[-1]
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _hand_over(loaded: list[torch.Tensor], _: torch.device) -> torch.Tensor:
@@ -221,7 +255,7 @@ class _PlacedTensor:
     """A tensor that transformers gets where it shall stay, when it asks for the values.
 
     Version 5 does so once, with `tensor[...].to(device=..., dtype=...)`, and takes what it is given. `take`
-    gives it up, so that another dtype takes the place of the first.
+    gives it up, so that another dtype takes the place of the first. A part of it is decoded on the CPU.
     """
 
     def __init__(
@@ -239,8 +273,7 @@ class _PlacedTensor:
         return self._take(torch.device("cpu" if device is None else device)).to(dtype=dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        assert index is ...
-        return self
+        return self if index is ... else self._take(torch.device("cpu"))[index]
 
 
 class _CompressedTensor:

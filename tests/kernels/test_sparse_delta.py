@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from neuzip.kernels import sparse_delta
-from neuzip.kernels.sparse_delta import BlockMap, CodedDelta, ops, reference
+from neuzip.kernels.device import first_use as checks
+from neuzip.kernels.device.first_use import WrongResults
+from neuzip.kernels.sparse_delta import BlockMap, CodedDelta, first_use, ops, reference
+from neuzip.kernels.sparse_delta.blocks import MOST_ROWS
 from neuzip.kernels.sparse_delta.numbers import BLOCK
+from neuzip.kernels.sparse_delta.triton import launches
 
 SHAPES = (0, 1, 31, 4095, 4096, 4097, 8192)
 SHARES = (1.0, 0.5, 0.01, 0.3, 0.0003, 1.0, 0.0)
@@ -94,6 +101,50 @@ def test_tensors_of_several_dtypes_share_a_delta(device: torch.device) -> None:
     sparse_delta.apply(before, blocks, coded, checked)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert int(memory.sum()) == BLOCK + 6
+
+
+@pytest.mark.parametrize("bits", [8, 16, 64])
+def test_the_sample_of_the_first_use_passes(bits: int, device: torch.device) -> None:
+    assert first_use.makes(ops.encode, bits, device)
+    assert first_use.applies(ops.check_and_apply, ops.digest, bits, device)
+
+
+@pytest.mark.parametrize("name", ["measure", "encode", "digest", "check", "apply"])
+def test_a_device_with_wrong_results_is_refused_at_its_first_use(name: str, monkeypatch) -> None:
+    """Triton's interpreter stands for a GPU, and one bit of a kernel's result is changed."""
+    monkeypatch.setattr(ops, "INTERPRET", True)
+    monkeypatch.setattr(checks, "_passed", set())
+    monkeypatch.setattr(checks, "DEVICE_TYPES", {"cpu"})
+    run = getattr(launches, name)
+
+    def wrong(*arguments: Any) -> Any:
+        result = run(*arguments)
+        target = {"measure": 3, "encode": 5, "apply": 0}.get(name)
+        if target is None:
+            return result ^ 1 if name == "digest" else (result[0] ^ 1, result[1])
+        target = arguments[target][0] if name == "apply" else arguments[target]
+        target[:1] ^= 1
+        return result
+
+    monkeypatch.setattr(launches, name, wrong)
+    weights = [torch.arange(9, dtype=torch.int8)]
+    operation, use = first_use.APPLYING, partial(ops.digest, weights, BlockMap.of(weights))
+    if name in ("measure", "encode"):
+        operation, use = first_use.MAKING, partial(ops.encode, weights, weights, BlockMap.of(weights))
+    with pytest.raises(WrongResults, match=f"{operation} of 8 bits gives other results than on the CPU"):
+        use()
+    assert weights[0].tolist() == [*range(9)]
+
+
+def test_tables_of_the_same_memory_are_uploaded_once(device: torch.device) -> None:
+    blocks = BlockMap((3, BLOCK + 1, 5), (2, 2, 4))
+    rows = blocks.rows((0, 7, 0), device)
+    assert rows.tolist() == [[0, 3, 0], [1, BLOCK + 1, 7], [3, 5, 0]]
+    assert blocks.rows((0, 7, 0), device) is rows
+    for offset in range(1000, 1000 + MOST_ROWS):
+        blocks.rows((0, offset, 0), device)
+    again = blocks.rows((0, 7, 0), device)
+    assert again is not rows and torch.equal(again, rows)
 
 
 def test_nothing_has_a_delta(device: torch.device) -> None:

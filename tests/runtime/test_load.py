@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from transformers.utils import logging
 from neuzip.compress import Rule, Scheme, compress, decompress
 from neuzip.compress.device import choose
 from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.safetensors_file import DTYPE_BITS
 from neuzip.kernels.rans.triton import encode as triton_encode
-from neuzip.runtime import residency
+from neuzip.runtime import read, residency
 from neuzip.runtime.decode.agreement import agreement
 from neuzip.runtime.dtypes import TORCH_DTYPES
 from neuzip.runtime.hf import config as config_module
@@ -321,19 +323,57 @@ def test_groups_are_read_in_the_order_in_which_they_are_wanted(larger, monkeypat
     def noted(source, tensors, device, workers, *, verify):  # type: ignore[no-untyped-def]
         assert device.type == "cuda"
         groups.append([t.name for t in tensors])
-        return [read_tensor(source, t, workers, verify=verify) for t in tensors]
+        return read_tensors(source, tensors, torch.device("cpu"), workers, verify=verify)
 
-    monkeypatch.setattr(stored_tensors, "read_tensors", noted)
-    monkeypatch.setattr(stored_tensors, "GROUP", 600_000)
+    monkeypatch.setattr(read, "read_tensors", noted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(stored_tensors, "GROUP", 1_200_000)
     monkeypatch.setattr(torch.Tensor, "to", _stays)
     with FolderSource(larger["mixtral"] / "small") as source:
         tensors = list(source.tensors())
         with stored_tensors.stored_tensors(source, tensors, torch.device("cuda"), in_groups=True) as stored:
             for tensor in sorted(tensors, key=lambda t: t.name):
                 data = stored[tensor.name][...].to(device="cpu", dtype=None)
-                assert torch.equal(data, read_tensor(source, tensor, Workers(1)))
+                assert torch.equal(data, alone(source, tensor))
     assert sorted(name for group in groups for name in group) == sorted(t.name for t in tensors)
     assert 3 < len(groups) < len(tensors) / 2
+
+
+def test_each_device_of_a_map_decodes_what_it_is_asked_for(larger, monkeypatch):
+    """As on two GPUs, of which the CPU takes the place, and from four threads as in transformers 5."""
+    groups: list[tuple[torch.device, list[str]]] = []
+
+    def noted(source, tensors, device, workers, *, verify):  # type: ignore[no-untyped-def]
+        groups.append((device, [t.name for t in tensors]))
+        return read_tensors(source, tensors, torch.device("cpu"), workers, verify=verify)
+
+    monkeypatch.setattr(read, "read_tensors", noted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(stored_tensors, "GROUP", 1_200_000)
+    monkeypatch.setattr(torch.Tensor, "to", _stays)
+    with FolderSource(larger["llama"] / "small") as source, ThreadPoolExecutor(4) as pool:
+        tensors = sorted(source.tensors(), key=lambda t: t.name)
+        half = len(tensors) // 2
+        with stored_tensors.stored_tensors(source, tensors, None) as stored:
+
+            def taken(number: int) -> torch.Tensor:
+                lazy = stored[tensors[number].name][...]
+                result: torch.Tensor = lazy.to(device=f"cuda:{number // half}", dtype=None)
+                return result
+
+            for tensor, data in zip(tensors, pool.map(taken, range(len(tensors))), strict=True):
+                assert torch.equal(data, alone(source, tensor))
+            part = stored[tensors[0].name][:3]
+        assert torch.equal(part, alone(source, tensors[0])[:3])
+    *on_gpus, (last, _) = groups
+    assert {device.type for device, _ in on_gpus} == {"cuda"} and last.type == "cpu"
+    assert {device.index for device, _ in on_gpus} >= {0, 1}
+    assert sorted(name for _, names in on_gpus for name in names) == [t.name for t in tensors]
+
+
+def alone(source: FolderSource, tensor: SourceTensor) -> torch.Tensor:
+    """A tensor that the CPU decodes, whatever a test has put in the place of `read_tensors`."""
+    return read_tensors(source, [tensor], torch.device("cpu"), Workers(1))[0]
 
 
 def _stays(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

@@ -18,8 +18,11 @@ from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError
+from neuzip.formats import safetensors_file
 from neuzip.formats.container import Container
+from neuzip.formats.safetensors_file import TensorFile
 from neuzip.runtime import read_gpu as gpu
+from neuzip.runtime import readers
 from neuzip.runtime.load_file import load_file
 from neuzip.runtime.read import read_tensors
 
@@ -89,9 +92,12 @@ def assert_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [1 << 28, 3000], ids=["one part", "many parts"])
-@pytest.mark.parametrize("chunk", [1 << 24, 5000, 112])
-def test_bytes_are_the_same_however_they_are_cut(chunk: int, part: int, small: Path, monkeypatch):
-    monkeypatch.setattr(gpu, "CHUNK", chunk)
+@pytest.mark.parametrize(("chunk", "piece"), [(1 << 24, 1 << 20), (5000, 700), (112, 112)])
+def test_bytes_are_the_same_however_they_are_cut(
+    chunk: int, piece: int, part: int, small: Path, monkeypatch
+):  # fmt: skip
+    monkeypatch.setattr(readers, "CHUNK", chunk)
+    monkeypatch.setattr(readers, "PIECE", piece)
     monkeypatch.setattr(gpu, "PART", part)
     assert_loads(small)
 
@@ -99,7 +105,7 @@ def test_bytes_are_the_same_however_they_are_cut(chunk: int, part: int, small: P
 @pytest.mark.parametrize("part", [1 << 28, 3000], ids=["one part", "many parts"])
 @pytest.mark.parametrize("chunk", [1 << 24, 112])
 def test_ternary_tensors_are_the_same_however_they_are_cut(chunk: int, part: int, ternary: Path, monkeypatch):
-    monkeypatch.setattr(gpu, "CHUNK", chunk)
+    monkeypatch.setattr(readers, "CHUNK", chunk)
     monkeypatch.setattr(gpu, "PART", part)
     assert_loads(ternary)
 
@@ -179,6 +185,55 @@ def test_nothing_to_load(tmp_path: Path):
         assert gpu.read_on(DEVICE, source, []) == []
 
 
+def many_parts(folder: Path) -> Path:
+    """A container of 12 coded tensors and, as the largest one, a tensor that is stored as it is."""
+    torch.manual_seed(1)
+    weights = {f"{n}": (torch.randn(40 + n, 70) * 0.02).bfloat16() for n in range(12)}
+    save_file({"ids": torch.arange(4000), **weights}, folder / "plain.safetensors")
+    compress(folder / "plain.safetensors", folder / "small.safetensors")
+    return folder / "small.safetensors"
+
+
+def test_a_few_buffers_and_chunks_are_filled_again_and_again(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(gpu, "PART", 1)
+    monkeypatch.setattr(readers, "CHUNK", 512)
+    monkeypatch.setattr(readers, "default_jobs", lambda: 3)
+    path = many_parts(tmp_path)
+    chunks, buffers = [], []
+    new_chunk, new_buffer = readers._Chunk, gpu._Buffer
+    monkeypatch.setattr(readers, "_Chunk", lambda *a: chunks.append(new_chunk(*a)) or chunks[-1])
+    monkeypatch.setattr(gpu, "_Buffer", lambda *a: buffers.append(new_buffer(*a)) or buffers[-1])
+    assert_loads(path)
+    assert len(buffers) == gpu.IN_FLIGHT + 1 < 13
+    assert len(chunks) <= readers.CHUNKS * 3
+    assert {chunk.memory.numel() for chunk in chunks} == {512}
+
+
+def test_every_stored_byte_is_read_once(tmp_path: Path, monkeypatch):
+    path = many_parts(tmp_path)
+    read = TensorFile.read_at
+    with FolderSource(path) as source:
+        wanted = stored(source)
+        extents = [extent for tensor in wanted for extent in source.extents(tensor)]
+        lengths: list[int] = []
+        monkeypatch.setattr(
+            TensorFile, "read_at", lambda self, at, out: lengths.append(out.size) or read(self, at, out)
+        )
+        gpu.read_on(DEVICE, source, wanted)
+    assert sum(lengths) == sum(extent.nbytes for extent in extents)
+
+
+def test_the_header_of_a_container_is_parsed_once(small: Path, monkeypatch):
+    parsed: list[int] = []
+    parse = safetensors_file.parse_header
+    monkeypatch.setattr(
+        safetensors_file, "parse_header", lambda raw, *rest: parsed.append(len(raw)) or parse(raw, *rest)
+    )
+    with FolderSource(small) as source:
+        assert source.is_compressed
+    assert len(parsed) == 1  # the original's header, which the container holds, is parsed elsewhere
+
+
 # Damage
 
 
@@ -200,7 +255,7 @@ def damage(path: Path, tensor: str, stream: str | None, at: int) -> Path:
 )
 @pytest.mark.parametrize("chunk", [1 << 24, 112], ids=["whole", "cut"])
 def test_a_wrong_checksum_names_file_and_tensor(chunk, tensor, stream, small: Path, monkeypatch):
-    monkeypatch.setattr(gpu, "CHUNK", chunk)
+    monkeypatch.setattr(readers, "CHUNK", chunk)
     broken = damage(small, tensor, stream, 0)
     with FolderSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
         gpu.read_on(DEVICE, source, stored(source))
@@ -297,6 +352,25 @@ def test_memory_for_what_is_compressed_is_bounded_and_given_back(tmp_path: Path,
     assert torch.cuda.memory_allocated() - before <= total
     assert torch.cuda.max_memory_allocated() - before <= total + (gpu.IN_FLIGHT + 2) * gpu.PART
     assert all(torch.equal(found[name].cpu(), layers[name]) for name in layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [1 << 12, 1 << 22])
+def test_buffers_are_filled_again_only_after_they_were_decoded(chunk: int, tmp_path: Path, monkeypatch):
+    """In the caller's stream, which is not the default one, with kernels before that still run."""
+    layers = {f"{n}.weight": (torch.randn(256, 1024 + n) * 0.02).bfloat16() for n in range(60)}
+    layers["ids"] = torch.arange(1 << 18)
+    save_file(layers, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    monkeypatch.setattr(gpu, "PART", 1 << 20)
+    monkeypatch.setattr(readers, "CHUNK", chunk)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for poison in (0x00, 0xFF) * 4:
+            busy = torch.full((1 << 28,), poison, dtype=torch.uint8, device="cuda")
+            busy.add_(1).sub_(1)
+            del busy  # torch's allocator hands this memory out next
+            found = load_file(tmp_path / "b.safetensors", device="cuda")
+            assert all(data(found[name]) == data(layers[name]) for name in layers)
 
 
 @pytest.mark.gpu

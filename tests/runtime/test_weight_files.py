@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from neuzip.compress import Rule, Scheme, compress
-from neuzip.runtime import weight_files
+from neuzip.runtime import read, weight_files
 
 
 @pytest.fixture
@@ -37,6 +39,26 @@ def test_tensors_of_all_shards_come_in_order_bit_for_bit(
     assert [name for name, _ in tensors] == ["a", "b", "c"]
     a, b, c = (tensor for _, tensor in tensors)
     assert torch.equal(a, c) and torch.equal(a[:3], b) and torch.equal(chosen["b"], b) and len(chosen) == 1
+
+
+def test_the_next_group_is_read_while_one_is_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_files, "GROUP", 1)
+    begun, read_tensors = threading.Semaphore(0), read.read_tensors
+
+    def noted(*arguments: Any, **options: Any) -> list[torch.Tensor]:
+        begun.release()
+        return read_tensors(*arguments, **options)
+
+    monkeypatch.setattr(read, "read_tensors", noted)
+    first = folder / "compressed" / "model[a]-00001-of-00002.safetensors"
+    with weight_files.opened([str(first)]) as source:
+        tensors = weight_files.decoded_tensors(source, torch.device("cpu"))
+        assert next(tensors)[0] == "a" and begun.acquire(timeout=60)
+        assert begun.acquire(timeout=60)  # "b" is being read, and nobody has asked for it
+        assert next(tensors)[0] == "b" and begun.acquire(timeout=60)
+        assert not begun.acquire(blocking=False)  # no fourth group
+        tensors.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("neuzip-ahead")]
 
 
 def test_only_containers_are_container_files(folder: Path) -> None:

@@ -117,8 +117,8 @@ def _groups(
 ) -> Iterator[tuple[int, list[Any], tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]]:
     """The launches: bits of weights, a tensor of each list, the tables of blocks, and those of tensors.
 
-    A row of a table of tensors has its first block, its weights, and where it begins after the tensor of the
-    list. Without lists there is one table, for what needs no weights.
+    Offsets in a table of tensors count from the tensor of its list. Without lists there is one table, for
+    what needs no weights.
     """
     for size in sorted({s for s, n in zip(blocks.itemsizes, blocks.numels, strict=True) if n}):
         bases, rows = [], []
@@ -129,13 +129,7 @@ def _groups(
                 (t.data_ptr() - base.data_ptr()) // size if t.element_size() == size and t.numel() else 0
                 for t in tensors
             ]
-            rows.append(_rows(blocks, offsets, device))
+            rows.append(blocks.rows(tuple(offsets), device))
         if not lists:
-            rows.append(_rows(blocks, [0] * len(blocks.numels), device))
+            rows.append(blocks.rows((0,) * len(blocks.numels), device))
         yield 8 * size, bases, blocks.tables(size, device), rows
-
-
-def _rows(blocks: BlockMap, offsets: Sequence[int], device: torch.device) -> torch.Tensor:
-    firsts = blocks.firsts[:-1].tolist()
-    table = list(zip(firsts, blocks.numels, offsets, strict=True))
-    return torch.tensor(table, dtype=torch.int64).to(device)
