@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate-golden", action="store_true", help="write golden pages, do not compare")
     parser.addoption("--one-case", action="store_true", help="run one case of each test, not the whole grid")
+    parser.addoption("--costs", metavar="FILE", help="write CPU seconds of files and tests, dearest first")
 
 
 KERNELS = "kernels"
@@ -146,7 +147,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         item.user_properties[:] = [(k, v + cpu_seconds() if k == CPU else v) for k, v in item.user_properties]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     costs = {
         report.nodeid: value
         for reports in terminalreporter.stats.values()
@@ -157,9 +158,21 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     }
     if costs:
         terminalreporter.write_line(f"{sum(costs.values()) / 60:.1f} CPU minutes of {len(costs)} tests")
-    for name, seconds in sorted(costs.items(), key=lambda pair: -pair[1]):
-        if seconds >= SHOWN:
-            terminalreporter.write_line(f"{seconds:6.1f} CPU seconds  {name}")
+    for line in cost_lines({name: seconds for name, seconds in costs.items() if seconds >= SHOWN}):
+        terminalreporter.write_line(line)
+    if config.getoption("--costs"):
+        files: dict[str, float] = {}
+        for name, seconds in costs.items():
+            file = name.partition("::")[0]
+            files[file] = files.get(file, 0.0) + seconds
+        text = "\n".join([*cost_lines(files), "", *cost_lines(costs)]) + "\n"
+        Path(config.getoption("--costs")).write_text(text, encoding="utf-8")
+
+
+def cost_lines(costs: Mapping[str, float]) -> list[str]:
+    """A line for each file or test, the dearest first."""
+    ordered = sorted(costs.items(), key=lambda pair: -pair[1])
+    return [f"{seconds:7.2f} CPU seconds  {name}" for name, seconds in ordered]
 
 
 @pytest.fixture(scope="session")

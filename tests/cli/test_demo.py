@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import subprocess
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Said
 
 from neuzip.compress import verify
+from neuzip.eval import demo as eval_demo
 from neuzip.eval.demo import CHECKPOINT
 
 
@@ -32,18 +33,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+FOLDERS = [Path("neuzip-demo") / name for name in ("lossless", "quantized", "restored")]
+
+
 @pytest.mark.slow
-def test_demo_in_all_modes(here: Path, in_all_modes):
+def test_demo_tells_its_steps_and_rows(here: Path, neuzip):
     kept = here / "neuzip-demo" / "notes.txt"
     kept.parent.mkdir()
     kept.write_text("mine")
-    said = in_all_modes("demo", "--overwrite")
+    human = neuzip("demo", "--overwrite")
+    assert human.exit_code == 0, human.stderr
     assert kept.read_text() == "mine"
-    folders = [Path("neuzip-demo") / name for name in ("lossless", "quantized", "restored")]
-    assert said["quiet"].stdout.splitlines() == [str(folder) for folder in folders]
-    assert (said["json"].stderr, said["quiet"].stderr) == ("", "")
-
-    human = said["human"]
     steps = [line.split(":")[0] for line in human.stderr.splitlines() if line[:1].isdigit()]
     assert steps == ["1 inspect", "2 compress", "3 verify", "4 decompress", "5 evaluate"]
     assert "  lossless: 56 of 56 tensors identical, bit for bit\n" in human.stderr
@@ -55,23 +55,10 @@ def test_demo_in_all_modes(here: Path, in_all_modes):
     assert "lossless: bit-identical losses in every window\n" in human.stdout
     assert "\nquantized: " in human.stdout
     assert re.search(r"\nquantized +8\d\d kB ", human.stdout)
-    assert all(f"  {folder}: " in human.stdout for folder in folders)
+    assert all(f"  {folder}: " in human.stdout for folder in FOLDERS)
     assert max(map(len, (human.stdout + human.stderr).splitlines())) <= 80
-
-    answer = said["json"].json
-    assert answer["paths"] == [str(folder) for folder in folders]
-    lossless, quantized = answer["compressed"]
-    assert answer["bound_ratio"] < lossless["ratio"] < 0.7
-    assert 4.95 <= quantized["bits_per_weight"] <= 5
-    before, same, after = answer["scores"]
-    assert same["difference"]["identical"]
-    assert 0 < abs(after["difference"]["nll"]["value"]) < 0.03
-    assert before["token_perplexity"]["value"] < 60
-    assert answer["convention"]["windows"] > 30
-    assert answer["versions"]["python"] == platform.python_version()
-
-    assert verify(folders[0], CHECKPOINT).different == []
-    assert {p.name: p.read_bytes() for p in folders[2].iterdir()} == {
+    assert verify(FOLDERS[0], CHECKPOINT).different == []
+    assert {p.name: p.read_bytes() for p in FOLDERS[2].iterdir()} == {
         p.name: p.read_bytes() for p in CHECKPOINT.iterdir()
     }
 
@@ -88,17 +75,28 @@ def test_demo_does_not_overwrite_unless_told(here: Path, neuzip):
     assert [p.name for p in kept.parent.iterdir()] == ["notes.txt"]
 
 
+def test_a_quiet_demo_prints_its_folders(here: Path, neuzip, tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eval_demo, "CHECKPOINT", tiny)
+    said = neuzip("demo", "--quiet")
+    assert (said.exit_code, said.stderr) == (0, "")
+    assert said.stdout.splitlines() == [str(folder) for folder in FOLDERS]
+
+
 @pytest.mark.slow
-def test_demo_in_a_process_of_its_own_says_nothing_on_stderr(tmp_path: Path):
+def test_demo_in_a_process_of_its_own_says_nothing_on_stderr(here: Path):
     """How long it takes with every kernel to be compiled first, benchmarks/startup.py says."""
     neuzip = Path(sys.executable).parent / "neuzip"
-    done = subprocess.run(
-        [neuzip, "demo", "--json", "--output", tmp_path / "demo"],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=tmp_path,
-    )
-    assert json.loads(done.stdout)["seconds"] > 0
-    assert done.stderr == ""
+    done = subprocess.run([neuzip, "demo", "--json"], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = Said(0, done.stdout, "").json
+    assert answer["seconds"] > 0
+    assert answer["paths"] == [str(folder) for folder in FOLDERS]
+    lossless, quantized = answer["compressed"]
+    assert answer["bound_ratio"] < lossless["ratio"] < 0.7
+    assert 4.95 <= quantized["bits_per_weight"] <= 5
+    before, same, after = answer["scores"]
+    assert same["difference"]["identical"]
+    assert 0 < abs(after["difference"]["nll"]["value"]) < 0.03
+    assert before["token_perplexity"]["value"] < 60
+    assert answer["convention"]["windows"] > 30
+    assert answer["versions"]["python"] == platform.python_version()

@@ -99,13 +99,16 @@ def test_the_tokenizer_gives_every_text_back() -> None:
 def test_held_out_perplexity_is_that_of_a_trained_model() -> None:
     row = held_out_tokens()
     assert row.numel() > 20 * CONTEXT
-    assert perplexity(load(), row) < HELD_OUT_BOUND
+    assert perplexity(load().float(), row) < HELD_OUT_BOUND
 
 
 @pytest.mark.slow
 def test_coarser_weights_are_worse() -> None:
     row = held_out_tokens()
-    exact, three_bits, one_bit, no_bits = (perplexity(rounded(load(), bits), row) for bits in (7, 3, 1, 0))
+    # In fp32, as many CPUs have no instructions for bf16.
+    exact, three_bits, one_bit, no_bits = (
+        perplexity(rounded(load(), bits).float(), row) for bits in (7, 3, 1, 0)
+    )
     # Measured, for 3.10 to 3.13 alike: 0.4 %, 2.2 % and 10.3 % above the exact weights' perplexity.
     assert exact < three_bits < 1.01 * exact
     assert 1.01 * exact < one_bit < 1.05 * exact
