@@ -85,6 +85,16 @@ class TrainedModels:
         name: str = self.document["size"]["name"]
         return name
 
+    @property
+    def separation(self) -> str:
+        """By how much the losses of ternary models differ, in words."""
+        rows = [r for r in self.document["results"] if r["variant"] != "dense"]
+        means = [fmean(r["held_out"]) for r in rows if None not in r["held_out"]]
+        return (
+            f"Held-out losses of all ternary models differ by at most {max(means) - min(means):.3f} nats: so "
+            "short a training hardly separates them."
+        )
+
     def described(self, seeds: int) -> str:
         """Size of the models and of the training, and how many seeds, in words."""
         size, parameters = self.document["size"], max(self.document["parameters"].values())
@@ -99,7 +109,7 @@ def measured(
     item: PaperItem, models: TrainedModels, ours: str, claims: Sequence[Claim], seeds: int
 ) -> PaperItem:
     """An item with our result, what it was measured on, and conclusions if there are seeds enough."""
-    larger = "" if models.name == SIZES[0] else LARGER
+    larger = "" if models.name == SIZES[0] else f"{models.separation} {LARGER}"
     lacks = [*([item.missing] if item.missing else []), *(["three seeds"] if seeds < LEAST_SEEDS else [])]
     return replace(
         item, ours=ours, results=(RESULT,), claims=claims if seeds >= LEAST_SEEDS else (),

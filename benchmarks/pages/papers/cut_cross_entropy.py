@@ -230,11 +230,11 @@ def figure_4() -> PaperItem:
         f"{document['steps']} steps of {document['tokens_a_step']} tokens of WikiText-2 in fp32, on a CPU; "
         f"seeds: {seeds}. neuzip filters gradients on GPUs alone, so the filter is plain torch with the rule "
         "of the kernels. The threshold of the paper, and of neuzip for bf16, is 2^-12. The paper fine-tunes "
-        "trained models, and neither of ours tests its conclusion. Of the demo checkpoint, which is trained, "
-        "all tiles are kept, so the filter does nothing. The other model starts from random weights: nearly "
-        "all probabilities are below 2^-12 at first, and nearly all tiles without a target are skipped. The "
-        f"losses differ by up to {max(apart):.2f} nats. So `neuzip train` filters only models that were "
-        "trained before, unless told otherwise.",
+        "trained models, and neither of these models tests its conclusion. Of the demo checkpoint, which is "
+        "trained, all tiles are kept, so the filter does nothing. The other model starts from random "
+        "weights: nearly all probabilities are below 2^-12 at first, and nearly all tiles without a target "
+        f"are skipped. The losses differ by up to {max(apart):.2f} nats. So `neuzip train` filters only "
+        "models that were trained before, unless told otherwise.",
         on="the demo checkpoint, 1.3 M weights, and 2 layers of width 64 from scratch",
     )  # fmt: skip
 
