@@ -91,8 +91,8 @@ class TrainedModels:
         rows = [r for r in self.document["results"] if r["variant"] != "dense"]
         means = [fmean(r["held_out"]) for r in rows if None not in r["held_out"]]
         return (
-            f"Held-out losses of all ternary models differ by at most {max(means) - min(means):.3f} nats: so "
-            "short a training hardly separates them."
+            f"Mean held-out losses of the ternary variants differ by at most {max(means) - min(means):.3f} "
+            "nats: so short a training hardly separates them."
         )
 
     def described(self, seeds: int) -> str:
