@@ -326,7 +326,7 @@ def load_rows(arguments: argparse.Namespace) -> list[Row]:
     """A checkpoint in the page cache to the GPU, whose memory has to be allocated, too."""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         plain, small = Path(folder) / "plain.safetensors", Path(folder) / "small.safetensors"
-        model = write_model(plain, arguments.layers)
+        model = write_model(plain, llama_8b(arguments.layers))
         compress(plain, small, verify=False)
         total, read = plain.stat().st_size, small.stat().st_size
         loads: dict[str, Callable[[], Mapping[str, Tensor]]] = {
@@ -390,17 +390,19 @@ def llama_8b(layers: int) -> dict[str, int]:
     }
 
 
-def write_model(path: Path, layers: int) -> dict[str, Tensor]:
-    """Write a checkpoint of Gaussian bf16 weights, and give them."""
+def write_model(
+    path: Path, sizes: Mapping[str, int], device: torch.device | str = "cuda"
+) -> dict[str, Tensor]:
+    """Write a checkpoint of Gaussian bf16 weights, by size of each tensor, and give the bit patterns."""
     header, at = {}, 0
-    for name, numel in llama_8b(layers).items():
+    for name, numel in sizes.items():
         header[name] = {"dtype": "BF16", "shape": [numel], "data_offsets": [at, at + 2 * numel]}
         at += 2 * numel
     text, model = json.dumps(header).encode(), {}
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, numel in llama_8b(layers).items():
-            model[name] = gaussian(numel)
+        for name, numel in sizes.items():
+            model[name] = gaussian(numel, device)
             model[name].cpu().numpy().tofile(file)
     return model
 
@@ -408,9 +410,9 @@ def write_model(path: Path, layers: int) -> dict[str, Tensor]:
 # Our coder
 
 
-def gaussian(numel: int) -> Tensor:
+def gaussian(numel: int, device: torch.device | str = "cuda") -> Tensor:
     """The bit patterns of N(0, 0.02) in bf16."""
-    return (torch.randn(numel, device="cuda") * 0.02).to(torch.bfloat16).view(torch.int16)
+    return (torch.randn(numel, device=device) * 0.02).to(torch.bfloat16).view(torch.int16)
 
 
 def encode(bits: Tensor, fmt: FloatFormat = BF16) -> CodedTensor:

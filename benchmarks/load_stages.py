@@ -17,7 +17,6 @@ script out on narrow tensors, in Triton's interpreter (TRITON_INTERPRET=1), and 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import xxhash
+from gpu_codec import llama_8b, write_model
 from record import Environment, Measurement, save, spread
 
 from neuzip.compress import compress
@@ -43,7 +43,7 @@ from neuzip.runtime import read_gpu, readers
 Tensors = Mapping[str, torch.Tensor]
 Row = dict[str, Any]
 
-HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
+LAYERS = 32
 MUST, STRETCH = 50.0, 70.0
 """GB/s of plain weights that the whole load must and should reach."""
 
@@ -66,7 +66,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         plain, small = Path(folder) / "plain.safetensors", Path(folder) / "small.safetensors"
-        original = write_model(plain, arguments.layers, device)
+        original = write_model(plain, sizes(arguments.layers, narrow=not on_gpu), device)
         compress(plain, small, verify=False)
         loads = {
             "load_file": partial(load, small, device),
@@ -87,10 +87,10 @@ def main() -> None:
         }
         if len(others) > 1:
             rows += timed(others, plain, arguments.rounds, device)
-        sizes = {"plain_bytes": plain.stat().st_size, "stored_bytes": small.stat().st_size}
+        nbytes = {"plain_bytes": plain.stat().st_size, "stored_bytes": small.stat().st_size}
     show(rows, measured=on_gpu and arguments.layers == LAYERS)
     if on_gpu and arguments.layers == LAYERS:
-        facts = {"rounds": arguments.rounds, **sizes}
+        facts = {"rounds": arguments.rounds, **nbytes}
         print(
             "saved", save("load_stages", "stages of a load to a GPU", Measurement(environment, rows, facts))
         )
@@ -175,7 +175,7 @@ def first_load(by: str, one: Callable[[], Tensors], original: Tensors) -> float:
     loaded = one()
     seconds = time.perf_counter() - began
     same = loaded.keys() == original.keys() and all(
-        torch.equal(loaded[name].view(torch.int16), original[name].view(torch.int16)) for name in original
+        torch.equal(loaded[name].view(torch.int16), original[name]) for name in original
     )
     if not same:
         raise SystemExit(f"{by} does not give back the original bits: not timed")
@@ -276,34 +276,9 @@ def settle(device: torch.device, *, give_back: bool = False) -> None:
             torch.cuda.empty_cache()
 
 
-def write_model(path: Path, layers: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of Gaussian bf16 weights, and give them on the device."""
-    divisor = 1 if device.type == "cuda" else 1 << 16
-    header: dict[str, Any] = {}
-    model: dict[str, torch.Tensor] = {}
-    end = 0
-    for name, numel in shapes(layers).items():
-        count = max(numel // divisor, 1 << 11)
-        header[name] = {"dtype": "BF16", "shape": [count], "data_offsets": [end, end + 2 * count]}
-        end += 2 * count
-    text = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, entry in header.items():
-            model[name] = (torch.randn(entry["shape"], device=device) * 0.02).to(torch.bfloat16)
-            model[name].view(torch.int16).cpu().numpy().tofile(file)
-    return model
-
-
-def shapes(layers: int) -> dict[str, int]:
-    """Tensors of Llama 3.1 8B and their weights."""
-    layer = {
-        "q_proj": HIDDEN * HIDDEN, "k_proj": KEYS * HIDDEN, "v_proj": KEYS * HIDDEN,
-        "o_proj": HIDDEN * HIDDEN, "gate_proj": INTERMEDIATE * HIDDEN, "up_proj": INTERMEDIATE * HIDDEN,
-        "down_proj": HIDDEN * INTERMEDIATE, "input_norm": HIDDEN, "post_norm": HIDDEN,
-    }  # fmt: skip
-    names = {f"layers.{i}.{part}": numel for i in range(layers) for part, numel in layer.items()}
-    return {"embed": VOCABULARY * HIDDEN, **names, "norm": HIDDEN, "head": VOCABULARY * HIDDEN}
+def sizes(layers: int, *, narrow: bool) -> dict[str, int]:
+    """The weights of each tensor: of Llama 3.1 8B, or narrow ones to try the script out."""
+    return {name: max(numel >> 16, 1 << 11) if narrow else numel for name, numel in llama_8b(layers).items()}
 
 
 if __name__ == "__main__":

@@ -112,7 +112,8 @@ def main() -> None:
         if arguments.tiny or int(os.environ.get("RANK", "0")):
             continue
         environment = Environment.here("neuzip-toolkit", "torch", "triton", "transformers", gpu=True)
-        facts = {"paper_gib": PAPER.get(name), "filtered_head": False}  # earlier versions filtered
+        # A result without `filtered_head` is of a trainer whose default was to filter.
+        facts = {"paper_gib": PAPER.get(name), "filtered_head": False}
         measured = {name: Measurement(environment, rows, facts)}
         print(f"saved {save_sections('train_memory', __doc__.splitlines()[0], measured)}", flush=True)
 
