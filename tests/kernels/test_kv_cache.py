@@ -122,16 +122,34 @@ def distance(
     return float((found.cpu().double() - expected).norm() / expected.norm())
 
 
+def empty_pair(
+    texts: int, heads: int, tokens: int, widths: tuple[int, int], bits: tuple[int, int], dtype: torch.dtype,
+    group: int = 32, device: torch.device | None = None,
+) -> list[Heads]:  # fmt: skip
+    """Room for keys in groups of `group` with a center, and for values in groups of 64 or fewer."""
+    groups = group, 64 if group >= 32 else group
+    rooms = []
+    for n in range(2):
+        shape, center = (texts, heads, tokens, widths[n]), n == 0
+        rooms.append(room(shape, bits[n], group=groups[n], center=center, dtype=dtype, device=device))
+    return rooms
+
+
+def pair_of_states(
+    texts: int, heads: int, tokens: int, widths: tuple[int, int], dtype: torch.dtype
+) -> list[Tensor]:
+    """Keys, and values, which are small."""
+    pair = [states(texts, heads, tokens, width, seed=n + 2, dtype=dtype) for n, width in enumerate(widths)]
+    return [pair[0], pair[1] * 0.01]
+
+
 def filled(
     texts: int, heads: int, tokens: int, widths: tuple[int, int], bits: tuple[int, int], first: Tensor,
     dtype: torch.dtype, group: int = 32,
 ) -> list[Heads]:  # fmt: skip
-    """Keys in groups of `group` with a center, and values, which are small, in groups of 64 or fewer."""
-    rooms = []
-    for n, size in enumerate((group, 64 if group >= 32 else group)):
-        shape = texts, heads, tokens, widths[n]
-        rooms.append(room(shape, bits[n], group=size, center=n == 0, dtype=dtype))
-        torch_ops.store(rooms[n], states(*shape, seed=n + 2, dtype=dtype) * (0.01 if n else 1), 0, first)
+    """Keys and values, stored by torch."""
+    rooms = empty_pair(texts, heads, tokens, widths, bits, dtype, group)
+    by_torch(rooms, pair_of_states(texts, heads, tokens, widths, dtype), 0, first)
     return rooms
 
 
@@ -270,8 +288,8 @@ def test_a_gpu_stores_loads_and_attends_as_the_reference(
 ):
     first = torch.tensor([5, 0, 700])
     rooms = filled(3, 2, 1000, (width, width), bits, first, torch.bfloat16)
-    cards = [room((3, 2, 1000, width), b, center=n == 0, device=device) for n, b in enumerate(bits)]
-    x = [states(3, 2, 1000, width, seed=n + 2, dtype=torch.bfloat16) * (0.01 if n else 1) for n in range(2)]
+    cards = empty_pair(3, 2, 1000, (width, width), bits, torch.bfloat16, device=device)
+    x = pair_of_states(3, 2, 1000, (width, width), torch.bfloat16)
     kv_cache.store(cards, [one.to(device) for one in x], 0, first.to(device))
     for heads, card in zip(rooms, cards, strict=True):
         assert different(heads, card) == []
