@@ -68,7 +68,7 @@ FORMS: dict[str, HeadForm] = {
     "center from a wavelength of 1,024": replace(ROTATED, still_wavelength=1024.0),
     "center from a wavelength of 16,384": replace(ROTATED, still_wavelength=16384.0),
     "no whole tokens": replace(ROTATED, whole=0, still_wavelength=math.inf),
-    "6 whole tokens": replace(ROTATED, whole=6),
+    "4 whole tokens": replace(ROTATED, whole=4),
     "8 whole tokens": replace(ROTATED, whole=8),
 }
 

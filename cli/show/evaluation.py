@@ -142,7 +142,7 @@ def _kv_text(model: MeasuredModel) -> str:
     assert model.kv_layers is not None
     bits = in_words(model.kv_layers)
     if model.kv_form != "a4.8":
-        return f"{bits}; the first 4 tokens of a window are not quantised"
+        return f"{bits}; the first 6 tokens of a window are not quantised"
     first = "; the first token of a window keeps 4" if model.kv_bits == 3 else ""
     return f"{bits}, in the form a4.8{first}"
 

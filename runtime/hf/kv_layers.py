@@ -47,7 +47,7 @@ class HeadForm:
 
 
 FORMS: dict[KvForm, HeadForm] = {
-    "rotated": HeadForm(key_group=32, value_group=64, whole=4, still_wavelength=4096.0),
+    "rotated": HeadForm(key_group=32, value_group=64, whole=6, still_wavelength=4096.0),
     "a4.8": HeadForm(key_group=None, value_group=None),
 }
 """The forms by their names."""

@@ -625,7 +625,7 @@ def test_memory_is_counted_with_its_room(llama: PreTrainedModel, ids: Tensor):
     cache = KVCache(llama.config, 4)
     assert cache.nbytes == 0
     logits(llama, ids, cache, [20])
-    texts, layers, heads, whole = 2, 2, 2, 4 * 16 * 4
+    texts, layers, heads, whole = 2, 2, 2, 6 * 16 * 4
     fixed = layers * (texts * heads * (2 * whole + 16 * 4) + 16)  # keys have a center, and its channels
     assert cache.nbytes == fixed + 2 * layers * texts * heads * kv_layers.GROWTH * (8 + 2)
     static = KVCache(llama.config, 4, max_length=30, form="a4.8")
