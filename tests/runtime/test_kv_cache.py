@@ -784,7 +784,7 @@ TEXT = ("--text", "demo", "--max-tokens", 300, "--conventions", "token", "--devi
 def test_eval_says_what_it_compared(neuzip):
     said = neuzip("eval", CHECKPOINT, "--original", CHECKPOINT, "--kv-bits", 3, *TEXT)
     assert (
-        "cache   after with a KV cache in 3 bits; the first 4 tokens of a window are not quantised\n"
+        "cache   after with a KV cache in 3 bits; the first 6 tokens of a window are not quantised\n"
         in said.stdout
     )
     assert "KL divergence, nats: mean" in said.stdout
