@@ -17,14 +17,16 @@ SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on a card of that kind."""
 
 SETTING = r"""
-import json, re, torch, triton
+import ast, json, re, torch, triton
 import compile_only
+from triton.runtime.jit import JITCallable
 
 shared = {}
 
 def see(function, code, kwargs):
     name = function.__name__
     shared[name] = max(shared.get(name, 0), code.metadata.shared)
+    check_constants(function)
     before, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
     reads = "ld.global" in before or "cp.async" in before
     assert not (wait and reads), f"{name} reads before the kernel ahead has ended"
@@ -39,6 +41,27 @@ def see(function, code, kwargs):
         check_lanes(code.asm["ttgir"], "vote.sync")
         own = sum(map(int, re.findall(r"[.]shared[^;]* memory.(\d+)", code.asm["ptx"])))
         assert (own > 0) == kwargs.get("STREAM", True) and own + code.metadata.shared <= 48 << 10
+
+def called(function, found):
+    # A kernel and all functions in Triton that it calls.
+    if function not in found:
+        found.add(function)
+        scope = function.get_capture_scope()
+        names = {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}
+        for one in (scope.get(name) for name in names):
+            if isinstance(one, JITCallable):
+                called(one, found)
+    return found
+
+def check_constants(function):
+    # Triton's cache key lists constants of one name in the order of their modules in memory: with different
+    # values, a kernel would be compiled again in a later process.
+    values = {}
+    for one in called(function, set()):
+        for (name, _), (value, _) in one.used_global_vals.items():
+            values.setdefault(name, set()).add(str(value))
+    several = {name: found for name, found in values.items() if len(found) > 1}
+    assert not several, f"{function.__name__} reads constants of one name from several modules: {several}"
 
 def check_lanes(ttgir, instruction):
     # Matrix instructions and votes by hand count on element t of an array being in thread t.

@@ -25,7 +25,7 @@ from neuzip.kernels.rans.triton.ring import joined, next_entry
 from neuzip.kernels.rans.triton.states import refill
 
 _SLOTS, _SCALE_BITS = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS)
-_COLUMNS, _CROSSING = tl.constexpr(COLUMN_FACTORS), tl.constexpr(CROSSING_ROWS)
+_COLUMN_FACTORS, _CROSSING = tl.constexpr(COLUMN_FACTORS), tl.constexpr(CROSSING_ROWS)
 _C_ROWS, _C_COLUMNS, _C_HAS_ROWS, _C_STEP, _C_ROW_WEIGHTS = (
     tl.constexpr(v) for v in (ROW_FACTORS, COLUMN_FACTORS_AT, HAS_ROWS, STEP, ROW_WEIGHTS)
 )
@@ -72,7 +72,7 @@ def step_at(inp, own, row, column, mask, GRID: tl.constexpr):
     """The steps of weights, fp32."""
     rows, has_rows, step = load_rows(inp, own)
     step *= factor_of(tl.load(rows + row, mask=mask & has_rows, other=_ONE))
-    if _COLUMNS & GRID:
+    if _COLUMN_FACTORS & GRID:
         columns = inp + tl.load(own + _C_COLUMNS)
         step *= factor_of(tl.load(columns + column, mask=mask, other=_ONE))
     return step
@@ -94,7 +94,7 @@ def steps_of_run(inp, own, weight, left, GRID: tl.constexpr):
         s5, row, column = _next_step(inp, own, row, column, row_weights, left > 5, GRID)
         s6, row, column = _next_step(inp, own, row, column, row_weights, left > 6, GRID)
         s7, row, column = _next_step(inp, own, row, column, row_weights, left > 7, GRID)
-    elif _COLUMNS & GRID:
+    elif _COLUMN_FACTORS & GRID:
         rows, has_rows, step = load_rows(inp, own)
         step *= factor_of(tl.load(rows + row, mask=(left > 0) & has_rows, other=_ONE))
         columns = (inp + tl.load(own + _C_COLUMNS) + column).to(tl.pointer_type(tl.uint64))

@@ -26,7 +26,7 @@ from neuzip.kernels.rans.triton.code_values import (
 from neuzip.kernels.rans.triton.decode_planes import one_field, store_ragged, store_run
 from neuzip.kernels.rans.triton.ring import to_shared
 from neuzip.kernels.rans.triton.states import begin_blocks, load_escapes
-from neuzip.kernels.rans.triton.stream_codes import WARP_BYTES, runs_of_codes
+from neuzip.kernels.rans.triton.stream_codes import CODES_WARP_BYTES, runs_of_codes
 
 _LANES, _RUN, _RUNS, _BLOCK = (tl.constexpr(v) for v in (LANES, RUN, RUNS, BLOCK))
 _C_OUT, _C_NUMEL, _C_TENSOR, _C_BEGIN, _C_ROW_WEIGHTS = (
@@ -59,7 +59,7 @@ def decode_codes(
     elements = out.to(tl.pointer_type(ELEMENT))
     target = out.to(tl.pointer_type(tl.uint64)) + run[:, None] * N + tl.arange(0, 2)[None, :]
     if STREAM:
-        shared = to_shared(tables, WARP_BYTES, L, COMPILED)
+        shared = to_shared(tables, CODES_WARP_BYTES, L, COMPILED)
         x, p = runs_of_codes(
             x, p, words, limit, tables, codes, shared, inp, own, begin + run * _RUN, target, lows, lane,
             magic, zero, half, GROUP, BITS, M, LOW, GRID, L, COMPILED,

@@ -50,7 +50,7 @@ _C_ROW, _C_STARTS, _C_COUNTS, _C_TABLES, _C_FIRST, _C_LAST = (
 )
 
 # How far ahead of the next word 64 words are touched in every run. A run of Gaussian bf16 takes 41.
-_AHEAD = tl.constexpr(64)
+_TOUCHED_AHEAD = tl.constexpr(64)
 
 
 @triton.jit
@@ -307,7 +307,7 @@ def _decode_floats(
         factor = tl.zeros([L], tl.float32)
         for i in range(runs - 1):
             touched |= touching
-            ahead = p + _AHEAD + 2 * lane
+            ahead = p + _TOUCHED_AHEAD + 2 * lane
             touching = tl.load(words + ahead, mask=ahead < limit, other=0)
             after = tl.minimum(i + 2, runs - 1) * _LANES
             s0, s1, s2, s3, g0, g1, t8, t4, t2, t1 = load_run(

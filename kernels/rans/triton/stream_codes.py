@@ -43,11 +43,11 @@ REGISTERS, COLUMN_REGISTERS = 48, 48
 AHEAD = 2
 """Runs after which a piece that was begun to be copied is waited for."""
 
-WARP_BYTES = tl.constexpr(RING_BYTES)
+CODES_WARP_BYTES = tl.constexpr(RING_BYTES)
 """Bytes of shared memory of a warp."""
 
-_RUNS, _RUN_WEIGHTS, _LANES, _AHEAD = (tl.constexpr(v) for v in (RUNS, LANES * RUN, LANES, AHEAD))
-_COLUMNS = tl.constexpr(COLUMN_FACTORS)
+_RUNS, _RUN_WEIGHTS, _LANES, _PIECES_AHEAD = (tl.constexpr(v) for v in (RUNS, LANES * RUN, LANES, AHEAD))
+_COLUMN_FACTORS = tl.constexpr(COLUMN_FACTORS)
 _C_COLUMNS, _C_ROW_WEIGHTS = tl.constexpr(COLUMN_FACTORS_AT), tl.constexpr(ROW_WEIGHTS)
 _ONE = tl.constexpr(0x80)
 
@@ -70,10 +70,10 @@ def runs_of_codes(
     words -= skipped
     p += skipped
     end = tl.where(limit > 0, limit + skipped, 0)  # 0: no words, wherever they should be
-    ring = own_memory(shared, WARP_BYTES, L)
+    ring = own_memory(shared, CODES_WARP_BYTES, L)
     piece = fill_ring(p, end, words, ring, lane, COMPILED)
     p = p << 1
-    for _ in tl.static_range(_AHEAD):
+    for _ in tl.static_range(_PIECES_AHEAD):
         end_group(ring, COMPILED)
 
     rows, has_rows, step = load_rows(inp, own)
@@ -89,7 +89,7 @@ def runs_of_codes(
     row_factor, column_factors = _load_factors(rows, has_rows, columns, column, GRID)
     low = tl.load(lows) if LOW else lane
     for run in range(_RUNS - 1):
-        wait(ring, _AHEAD, COMPILED)
+        wait(ring, _PIECES_AHEAD, COMPILED)
         piece = copy_words(p >> 1, piece, end, words, ring, lane, COMPILED)
         end_group(ring, COMPILED)
         scale, factors, low_bits = step * factor_of(row_factor), column_factors, low
@@ -123,7 +123,7 @@ def runs_of_codes(
             target + run * (_RUN_WEIGHTS * BITS // 64), c0, c1, c2, c3, c4, c5, c6, c7, scale, factors,
             BITS, M, GRID, COMPILED,
         )  # fmt: skip
-    wait(ring, _AHEAD, COMPILED)
+    wait(ring, _PIECES_AHEAD, COMPILED)
     x, p, c0, c1, c2, c3, c4, c5, c6, c7 = codes_of_run(
         x, p, words, end, tables, codes, ring, shared, magic, zero, half,
         True, GROUP, True, L, COMPILED,
@@ -142,7 +142,7 @@ def _load_factors(rows, has_rows, columns, column, GRID: tl.constexpr):
     """The factor byte of a lane's row, and those of its 8 columns: without any, something else."""
     row_factor = tl.load(rows, mask=has_rows, other=_ONE)
     column_factors = column
-    if _COLUMNS & GRID:
+    if _COLUMN_FACTORS & GRID:
         column_factors = tl.load((columns + column).to(tl.pointer_type(tl.uint64)))
     return row_factor, column_factors
 
@@ -153,7 +153,7 @@ def _store(
     BITS: tl.constexpr, M: tl.constexpr, GRID: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Store the values of a lane's 8 codes. scale: the step of its row; factors: of its columns."""
-    if _COLUMNS & GRID:
+    if _COLUMN_FACTORS & GRID:
         s0, s1, s2, s3, s4, s5, s6, s7 = by_columns(scale, factors)
     else:
         s0, s1, s2, s3, s4, s5, s6, s7 = scale, scale, scale, scale, scale, scale, scale, scale
