@@ -16,12 +16,14 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from filelock import FileLock
 
 # Of what imports and the collection of tests make, hardly anything is garbage, and the collector would look
 # through it again and again: see pytest_collection_finish.
 gc.disable()
 
 ROOT = Path(__file__).resolve().parent.parent
+GIGABYTE = 10**9
 
 # `make test-engines` runs these, without this file.
 collect_ignore = ["engines"]
@@ -179,6 +181,22 @@ def cost_lines(costs: Mapping[str, float]) -> list[str]:
 def device() -> torch.device:
     """Where Triton's kernels run: a GPU, or else its interpreter, which takes CPU tensors and its time."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def most_of_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Wait until no other worker runs a test that takes gigabytes of a GPU's memory."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "most-of-a-gpu.lock"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    """Return to the GPU what a test took: torch keeps freed memory, which other workers then lack."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > GIGABYTE:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -298,6 +298,7 @@ def test_a_pack_on_a_gpu_is_its_sequences_one_by_one(on_gpu: Any):
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_than_2_to_the_31_numbers():
     tokens, width = 16384, 64
     count = 2**31 // (tokens * width) + 2

@@ -289,6 +289,7 @@ def test_real_shapes(dtype: str, deviation: float, columns: bool, warps: int | N
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_than_two_to_the_31_weights() -> None:
     """Positions, rows and columns have 64 bits. The same block over and over: rows of it have own factors."""
     columns, blocks = 8192, (1 << 31) // BLOCK + 3

@@ -266,6 +266,7 @@ def test_a_real_layer_in_a_graph(layer, tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_gradients_of_a_real_layer(layer) -> None:
     experts, k, (gate_up, packed_up), (down, packed_down) = layer
     x, ids, shares = inputs(40, k, experts, gate_up.shape[2], gate_up.dtype)
@@ -279,6 +280,7 @@ def test_gradients_of_a_real_layer(layer) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_words_than_31_bits_count() -> None:
     """Offsets of words that 31 bits do not hold: the last expert has the weights of the first."""
     experts, out, columns = 2000, 1536, 2048

@@ -177,6 +177,7 @@ def test_cuda_graph():
 
 @hopper
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_elements_than_32_bits_count():
     """Eight tokens, again and again."""
     rows, out = 32_776, 65_544

@@ -689,6 +689,7 @@ def test_target_logits_have_the_bits_of_tiles(dtype: torch.dtype, device: torch.
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_than_2_to_the_31_logits(device: torch.device):
     tokens, vocabulary, d = 16384, 150_000, 16
     head = moved(made(tokens, vocabulary, d, torch.bfloat16), device)
@@ -708,6 +709,7 @@ def test_more_than_2_to_the_31_logits(device: torch.device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1], ids=["descriptors", "pointers"])
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_weights_beyond_2_to_the_31(offset: int, device: torch.device):
     """Rows 2**17 elements apart: 4.6 GB of memory, of which little is read."""
     memory = torch.empty(17_500, 1 << 17, dtype=torch.bfloat16, device=device)

@@ -686,6 +686,7 @@ def test_cuda_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_than_two_to_the_31_weights() -> None:
     """The last rows lie where 32 bits do not reach."""
     some = with_specials(gaussian((64, 16_384), torch.bfloat16)).to(DEVICE)

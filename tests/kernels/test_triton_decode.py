@@ -576,6 +576,7 @@ def test_large_tensors(name: str, kept: int, warps: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_than_two_to_the_31_weights() -> None:
     """Positions have 64 bits. The same block over and over: only the last ones differ."""
     fmt, blocks = FORMATS["F8_E4M3"], (1 << 31) // BLOCK + 3

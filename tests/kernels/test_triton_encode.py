@@ -473,6 +473,7 @@ def test_far_exponents_in_large_tensors(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_than_two_to_the_31_weights(device: torch.device) -> None:
     """A block over and over: every block has the same words, and the last lie where 32 bits do not reach."""
     fmt = FORMATS["F8_E5M2"]
