@@ -167,16 +167,11 @@ def judged(value: float, must: float, *, most: bool = False) -> str:
 
 
 def with_aim(value: float, aims: tuple[float | None, float | None], *, most: bool) -> str:
-    """The target and the stretch goal, in brackets, and whether one was missed or the other reached.
-
-    A value that looks like the target that it misses follows with more digits.
-    """
+    """The target and the stretch goal, in brackets, and whether one was missed or the other reached."""
     must, stretch = aims
     if must is None:
         return ""
     label = judged(value, must, most=most)
-    if label and f"{value:.2g}" == f"{must:.2g}":
-        label += f": {value:.4g}"
     if not label and stretch is not None and not judged(value, stretch, most=most):
         label = ", stretch reached"
     return f" (target {must:g}{'' if stretch is None else f' / {stretch:g}'}{label})"
