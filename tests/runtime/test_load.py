@@ -796,8 +796,8 @@ def test_two_gpus(kind: str, kept: str, larger):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kept", ["packed", "ans"])
-def test_accelerate_spreads_a_model_over_two_gpus(kept: str, larger):
+def test_accelerate_spreads_a_model_over_gpus(kept: str, larger):
     pytest.importorskip("accelerate")
     model = load_model(larger["llama"] / "small", device="auto", residency=kept)
-    assert {p.device.index for p in model.parameters()} == {0, 1}
+    assert len({parameter.device for parameter in model.parameters()}) > 1
     assert_same_logits(model, dense_copy(model, larger["llama"] / "plain", "cuda"), exact=kept != "packed")
