@@ -103,6 +103,20 @@ def test_tensors_of_several_dtypes_share_a_delta(device: torch.device) -> None:
     assert int(memory.sum()) == BLOCK + 6
 
 
+def test_a_program_codes_blocks_in_turn(device: torch.device, monkeypatch) -> None:
+    """With lists of places that are longer and shorter than those before, and empty ones."""
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 1)  # so that there are few programs
+    counts = [200, 3, 0, 77, 1] * 10
+    weights = np.arange(200, dtype=np.uint16)
+    old = [weights] * len(counts)
+    new = [np.where(weights >= 200 - count, weights * 5 + 1, weights).astype(np.uint16) for count in counts]
+    before, after = tensors(old, device), tensors(new, device)
+    coded = sparse_delta.encode(before, after, BlockMap.of(before))
+    descriptors, words = coded_by_reference(old, new, 16)
+    assert coded.descriptors.cpu().numpy().view(np.uint32).tolist() == descriptors
+    assert coded.words.cpu().numpy().view(np.uint32).tolist() == words
+
+
 @pytest.mark.parametrize("bits", [8, 16, 64])
 def test_the_sample_of_the_first_use_passes(bits: int, device: torch.device) -> None:
     assert first_use.makes(ops.encode, bits, device)

@@ -1,5 +1,7 @@
 """The kernels: a program takes a block, and finds it in tables of blocks, of their tensors, and of tensors.
 
+Programs of `encode_kernel` take several blocks in turn.
+
 Arithmetic on patterns is in int32 for weights of up to 16 bits, and for others in int64, whose sums wrap.
 Words of a block that a message has not are read as 0, so that no message makes a program read elsewhere.
 """
@@ -26,10 +28,10 @@ _PLACE, _FIRST, _SECOND = (
 
 
 @triton.jit
-def _block_of(blocks, owners, tensors):
-    """A program's block: number, weights, first weight in its tensor, and begin of the tensor's row."""
-    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
-    owner = tl.load(owners + tl.program_id(0)).to(tl.int64) * 3
+def _block_of(index, blocks, owners, tensors):
+    """A block of a launch: number, weights, first weight in its tensor, and begin of the tensor's row."""
+    block = tl.load(blocks + index).to(tl.int64)
+    owner = tl.load(owners + index).to(tl.int64) * 3
     row = tensors + owner
     begin = (block - tl.load(row)) * _BLOCK
     length = tl.minimum(tl.load(row + 1) - begin, _BLOCK).to(tl.int32)
@@ -69,14 +71,10 @@ def _bit_length(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _differences(old, new, old_tensors, new_tensors, owner, begin, length, BITS: tl.constexpr):
-    """Which weights of a block changed, whether downwards, by more than 1, and what is left of that."""
-    old += tl.load(old_tensors + owner + 2) + begin
-    new += tl.load(new_tensors + owner + 2) + begin
-    at = tl.arange(0, _BLOCK)
-    inside = at < length
-    a = _unsigned(tl.load(old + at, mask=inside, other=0), BITS)  # [BLOCK]
-    b = _unsigned(tl.load(new + at, mask=inside, other=0), BITS)
+def _differences(old, new, at, mask, BITS: tl.constexpr):
+    """Which weights at places `at` changed, whether downwards, by more than 1, and what is left of that."""
+    a = _unsigned(tl.load(old + at, mask=mask, other=0), BITS)
+    b = _unsigned(tl.load(new + at, mask=mask, other=0), BITS)
     difference = _modulo(b - a, BITS)
     negative = ((difference >> (BITS - 1)) & 1) != 0
     magnitude = tl.where(negative, _modulo(0 - difference, BITS), difference)
@@ -90,8 +88,11 @@ def measure_kernel(
     old, new, descriptors, blocks, owners, old_tensors, new_tensors, BITS: tl.constexpr, WIDE: tl.constexpr
 ):
     """The descriptor of a block."""
-    block, length, begin, owner = _block_of(blocks, owners, old_tensors)
-    changed, _, large, rest = _differences(old, new, old_tensors, new_tensors, owner, begin, length, BITS)
+    block, length, begin, owner = _block_of(tl.program_id(0), blocks, owners, old_tensors)
+    old += tl.load(old_tensors + owner + 2) + begin
+    new += tl.load(new_tensors + owner + 2) + begin
+    at = tl.arange(0, _BLOCK)
+    changed, _, large, rest = _differences(old, new, at, at < length, BITS)
     count, more = tl.sum(changed.to(tl.int32), 0), tl.sum(large.to(tl.int32), 0)
     width = _bit_length(tl.max(rest, 0), WIDE)
     tl.store(descriptors + block, count | more << _COUNT_BITS | width << 2 * _COUNT_BITS)
@@ -118,33 +119,62 @@ def _put(words, at, value, mask):
 
 
 @triton.jit
-def encode_kernel(
-    old, new, descriptors, starts, words, blocks, owners, old_tensors, new_tensors, BITS: tl.constexpr
-):
-    """The words of a block, which are 0 before."""
-    block, length, begin, owner = _block_of(blocks, owners, old_tensors)
-    count, _, width, low, lows = _fields(tl.load(descriptors + block))
-    if count > 0:
-        at = tl.arange(0, _BLOCK)
-        changed, negative, large, rest = _differences(
-            old, new, old_tensors, new_tensors, owner, begin, length, BITS
-        )
-        words += tl.load(starts + block)
-        rank = tl.cumsum(changed.to(tl.int32), 0) - 1
+def _list_changes(old, new, places, length):
+    """Write the places of the changed weights of a block, in order, to the program's list."""
+    at = tl.arange(0, _BLOCK)
+    inside = at < length
+    changed = tl.load(old + at, mask=inside, other=0) != tl.load(new + at, mask=inside, other=0)
+    rank = tl.cumsum(changed.to(tl.int32), 0) - 1
+    tl.store(places + rank, at.to(tl.int16), mask=changed)
+
+
+@triton.jit
+def _encode_changes(old, new, places, fields, words, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Write what a block's words say of the weights at `places`, TILE of them at a time."""
+    count, _more, width, low, lows = fields
+    seen_large = count * 0
+    for first in range(0, count, TILE):
+        rank = first + tl.arange(0, TILE)
+        here = rank < count
+        at = tl.load(places + rank, mask=here, other=0).to(tl.int32)
+        _changed, negative, large, rest = _differences(old, new, at, here, BITS)
         high = (at >> low) + rank
-        tl.atomic_or(words + (high >> 5), 1 << (high & 31), mask=changed, sem="relaxed")
-        _put(words, lows + rank * low, at & ((1 << low) - 1), changed)
+        tl.atomic_or(words + (high >> 5), 1 << (high & 31), mask=here, sem="relaxed")
+        _put(words, lows + rank * low, at & ((1 << low) - 1), here)
         signs = lows + count * low + rank
-        tl.atomic_or(words + (signs >> 5), 1 << (signs & 31), mask=changed & negative, sem="relaxed")
+        tl.atomic_or(words + (signs >> 5), 1 << (signs & 31), mask=here & negative, sem="relaxed")
         flags = signs + count
         tl.atomic_or(words + (flags >> 5), 1 << (flags & 31), mask=large, sem="relaxed")
-        order = tl.cumsum(large.to(tl.int32), 0) - 1
+        order = seen_large + tl.cumsum(large.to(tl.int32), 0) - 1
+        seen_large += tl.sum(large.to(tl.int32), 0)
         to = lows + count * (low + 2) + order * width
         if BITS == 64:
             _put(words, to, rest & 0xFFFFFFFF, large)
             _put(words, to + 32, rest >> 32, large)
         else:
             _put(words, to, rest, large)
+
+
+@triton.jit(do_not_specialize=["count_of_blocks"])
+def encode_kernel(
+    old, new, descriptors, starts, words, places, blocks, owners, old_tensors, new_tensors, count_of_blocks,
+    BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The words of blocks, which are 0 before. `places` has room for the list of a block of each program.
+
+    Few weights change. So what is coded of one is computed for those in the list, and not for all.
+    """
+    places += tl.program_id(0) * _BLOCK
+    for index in range(tl.program_id(0), count_of_blocks, tl.num_programs(0)):
+        block, length, begin, owner = _block_of(index, blocks, owners, old_tensors)
+        fields = _fields(tl.load(descriptors + block))
+        if fields[0] > 0:
+            own_old = old + tl.load(old_tensors + owner + 2) + begin
+            own_new = new + tl.load(new_tensors + owner + 2) + begin
+            tl.debug_barrier()  # the list of the block before has been read
+            _list_changes(own_old, own_new, places, length)
+            tl.debug_barrier()  # an entry is another thread's
+            _encode_changes(own_old, own_new, places, fields, words + tl.load(starts + block), BITS, TILE)
 
 
 @triton.jit
@@ -215,7 +245,7 @@ def check_kernel(
 
     MOST_REST is the rest of the largest magnitude downwards, 2^(BITS - 1) - 2.
     """
-    block, length, begin, owner = _block_of(blocks, owners, tensors)
+    block, length, begin, owner = _block_of(tl.program_id(0), blocks, owners, tensors)
     descriptor = tl.load(descriptors + block)
     start = tl.load(starts + block)
     count, more, width, low, lows = _fields(descriptor)
@@ -262,7 +292,7 @@ def apply_kernel(
     weights, descriptors, starts, words, blocks, owners, tensors, BITS: tl.constexpr, TILE: tl.constexpr
 ):
     """Add the differences of a block that `check_kernel` has passed."""
-    block, _length, begin, owner = _block_of(blocks, owners, tensors)
+    block, _length, begin, owner = _block_of(tl.program_id(0), blocks, owners, tensors)
     fields = _fields(tl.load(descriptors + block))
     start = tl.load(starts + block)
     limit = tl.load(starts + block + 1) - start
@@ -285,7 +315,7 @@ def changed_kernel(
     BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The numbers of the changed weights of a block in their tensor."""
-    block, _length, begin, _owner = _block_of(blocks, owners, tensors)
+    block, _length, begin, _owner = _block_of(tl.program_id(0), blocks, owners, tensors)
     fields = _fields(tl.load(descriptors + block))
     start = tl.load(starts + block)
     limit = tl.load(starts + block + 1) - start
@@ -305,7 +335,7 @@ def digest_kernel(
     weights, sums, blocks, owners, tensors, BITS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The terms of a block's weights, summed up."""
-    block, length, begin, owner = _block_of(blocks, owners, tensors)
+    block, length, begin, owner = _block_of(tl.program_id(0), blocks, owners, tensors)
     weights += tl.load(tensors + owner + 2) + begin
     total = tl.zeros([TILE], tl.uint64)
     for first in tl.static_range(0, BLOCK, TILE):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.sparse_delta.blocks import BlockMap, CodedDelta, patterns
 from neuzip.kernels.sparse_delta.numbers import BLOCK
 from neuzip.kernels.sparse_delta.triton.kernels import (
@@ -55,10 +56,13 @@ def encode(
 ) -> None:
     """Write the words of all blocks, which are 0."""
     use = launch_for("sparse_delta.encode", words.device)
+    most = use["programs"] * multiprocessors(words.device)
+    places = torch.empty(min(most, blocks.count) * BLOCK, dtype=torch.int16, device=words.device)
     for bits, bases, tables, rows in _groups(blocks, words.device, old, new):
+        count = tables[0].numel()
         launch(
-            encode_kernel, (tables[0].numel(),), *bases, descriptors, starts, words, *tables, *rows,
-            BITS=bits, num_warps=use["warps"], device=words.device,
+            encode_kernel, (min(most, count),), *bases, descriptors, starts, words, places, *tables, *rows,
+            count, BITS=bits, TILE=use["tile"], num_warps=use["warps"], device=words.device,
         )  # fmt: skip
 
 
