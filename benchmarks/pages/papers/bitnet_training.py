@@ -13,7 +13,7 @@ from pages.papers.items import Claim, PaperItem
 RESULT = "bitnet_training"
 
 SIZES = ("30M", "tiny")
-"""Sections of the result: the first that is there is shown."""
+"""Sections of the result: a table shows the first that has all of its variants."""
 
 TO_RUN = (
     "It needs ternary models that were trained from random weights: "
@@ -49,10 +49,11 @@ class TrainedModels:
     document: Document
 
     @classmethod
-    def largest(cls) -> TrainedModels | None:
-        """Those of the first of SIZES that was measured."""
+    def largest(cls, *variants: str) -> TrainedModels | None:
+        """Those of the first of SIZES of which all these variants were trained, if there is one."""
         sections = load(RESULT)["sections"] if is_measured(RESULT) else {}
-        return next((cls(sections[size]) for size in SIZES if size in sections), None)
+        sizes = (cls(sections[size]) for size in SIZES if size in sections)
+        return next((models for models in sizes if all(map(models.losses, variants))), None)
 
     def losses(self, variant: str) -> dict[int, float]:
         """Held-out losses by seed, in nats per token; infinity where training failed, empty without a run."""
@@ -74,10 +75,6 @@ class TrainedModels:
             for one in self.document["figures"]
             if (one["figure"], one["variant"]) == (figure, variant)
         ]
-
-    def has(self, *variants: str) -> bool:
-        """Whether all of these were trained."""
-        return all(map(self.losses, variants))
 
     @property
     def name(self) -> str:
@@ -125,8 +122,8 @@ def compared(
 
     claims  text, and the variants of which the first has the higher loss, with every seed
     """
-    models = TrainedModels.largest()
-    if models is None or not models.has(base, *names):
+    models = TrainedModels.largest(base, *names)
+    if models is None:
         return item
     seeds = min(len(models.rises(name, base)) for name in names)
     rows: list[list[object]] = []
@@ -141,8 +138,8 @@ def compared(
 
 def table_2(item: PaperItem) -> PaperItem:
     """Sparsity of each projection's inputs."""
-    models = TrainedModels.largest()
-    if models is None or not models.has("b1.58", "a4.8"):
+    models = TrainedModels.largest("b1.58", "a4.8")
+    if models is None:
         return item
     rows: list[list[object]] = [
         [name, *(f"{x:.1f} %" for x in own)] for name, own in PAPER_SPARSITIES.items()
@@ -178,9 +175,9 @@ def table_3(item: PaperItem) -> PaperItem:
 
 def table_4(item: PaperItem) -> PaperItem:
     """The output projection with all inputs and with the largest half."""
-    models = TrainedModels.largest()
     names = {"a4.8, out int8": "INT8", "a4.8": "INT8, the largest 50 %"}
-    if models is None or not models.has(*names):
+    models = TrainedModels.largest(*names)
+    if models is None:
         return item
     rows = [[words, f"{math.exp(fmean(models.losses(name).values())):.2f}"] for name, words in names.items()]
     rises = models.rises("a4.8", "a4.8, out int8")
@@ -231,8 +228,8 @@ def figure_3(item: PaperItem) -> PaperItem:
 
 def perplexities() -> tuple[str, list[float | None], list[float]] | None:
     """Table 1 in small: size; perplexities of dense, b1.58, a4.8 with FP4, and a4.8; a4.8 / b1.58 by seed."""
-    models = TrainedModels.largest()
-    if models is None or not models.has("b1.58", "a4.8", "a4.8-fp4"):
+    models = TrainedModels.largest("b1.58", "a4.8", "a4.8-fp4")
+    if models is None:
         return None
     own = [list(models.losses(name).values()) for name in ("dense", "b1.58", "a4.8-fp4", "a4.8")]
     means = [math.exp(fmean(losses)) if losses else None for losses in own]
