@@ -19,7 +19,16 @@ from pages.reliability import faults
 from pages.running import cold_start, experts, generate, packed_linear, vllm
 from pages.ternary import bitnet, recovery, ternary_conversion, ternary_linear
 from pages.training import layers, linear_cross_entropy, mix_ln, train_memory
-from pages.weights import delta, expert_use, plans, quantisation, sweep, tied_embedding, yardsticks
+from pages.weights import (
+    delta,
+    expert_use,
+    plans,
+    quantisation,
+    sweep,
+    tied_embedding,
+    weight_sync,
+    yardsticks,
+)
 
 
 def measurements() -> str:
@@ -53,7 +62,7 @@ def topics() -> dict[str, list[str]]:
             (("max_kld",), quantised.limits), (("plan_time",), quantised.plan_time),
             (("code_rates",), quantised.code_rates),
             (("tied_embedding",), tied_embedding), (("expert_use",), expert_use),
-            (("delta",), delta),
+            (("delta",), delta), (("weight_sync",), weight_sync),
         ),
         "codecs": measured(
             (("cpu_codec",), codec), (("gpu_codec",), gpu_codec), (("quantized_decode",), quantised.decode),

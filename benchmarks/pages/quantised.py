@@ -23,9 +23,6 @@ PLACES = {"cuda": "one GPU", "cpu": "CPU"}
 LARGEST, SMALLEST = 1 << 24, 1 << 14
 """Weights of the tensors whose codes are shown."""
 
-REPLACED = {"fc85f95": "its kernels have been replaced since, and the new ones have not been measured"}
-"""Commits whose products other kernels compute today, and what a reader should know of that."""
-
 
 def plan_time(document: Document) -> str:
     """The time of a plan by a divergence and of its files, stage by stage, by device."""
@@ -80,8 +77,7 @@ def products(document: Document) -> str:
         for (out, columns_in), cases in shapes.items()
     ]
     heads = [f"{rows}, {GRIDS[grid]}" for grid, rows in columns]
-    replaced = REPLACED.get(section["environment"]["commit"][:7], "")
-    return render("quantised.products", section, batches, kinds, table(["out x in", *heads], lines), replaced)
+    return render("quantised.products", section, batches, kinds, table(["out x in", *heads], lines))
 
 
 GRIDS = {"step": "one step", "rows": "row factors", "both": "row and column factors"}

@@ -1,4 +1,4 @@
-"""Tables of sizes and losses of weights: sweeps, plans, formats, deltas."""
+"""Tables of sizes and losses of weights: sweeps, plans, formats, deltas, weight sync."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from neuzip.eval.sweep.savings import savings
-from pages.layout import Document, is_measured, load, render
+from pages.layout import Document, is_measured, load, render, with_aim
 
 IN_BLOCKS = re.compile(r"k\d+b(\d+)")
 """Names that sweeps give to mantissa bits in blocks; quantised rows and yardsticks have other ones."""
@@ -132,3 +132,22 @@ def delta(document: Document) -> str:
         ratios = [r["weight_bytes"] / r["delta_bytes"], r["container_bytes"] / r["delta_bytes"], *peers]
         rows.append((r, [f"{ratio:.1f}x" for ratio in ratios]))
     return render("weights.delta", document, rows)
+
+
+SYNC_AIMS = {"make": (200, 500), "apply": (300, 800), "ratio": (0.5, 0.35)}
+"""Targets and stretch goals: GB/s of all weights, and bytes beside those of a raw patch."""
+
+
+def weight_sync(document: Document) -> str:
+    """Speed and size of deltas in memory, beside a patch of positions and values."""
+    section = document["sections"]["speed"]
+    rows = [
+        (
+            r,
+            *(f"{r[f'{action}_gb_s']:,.0f}{with_aim(r[f'{action}_gb_s'], SYNC_AIMS[action], most=False)}"
+              for action in ("make", "apply")),
+            f"{r['ratio']:.2f}{with_aim(r['ratio'], SYNC_AIMS['ratio'], most=True)}",
+        )
+        for r in section["results"]
+    ]  # fmt: skip
+    return render("weights.weight_sync", section, rows)
