@@ -5,7 +5,7 @@
 Each side is what a layer calls: `kv_cache.attend`, both of its kernels, and scaled_dot_product_attention of
 torch with the queries of a head as its rows, as transformers calls it. `store` is what a step adds: keys
 and values of one token quantised and packed. Forms are those of a cache: rotated heads in groups,
-whose first six tokens are kept whole, and the plain one of BitNet a4.8. The calls of a case lie in one
+whose first tokens are kept whole, and the plain one of BitNet a4.8. The calls of a case lie in one
 CUDA graph, each with keys and values of its own, so many that nothing is found in the L2. The sides take
 turns; times are medians of CUDA events. Kernels are compiled side by side before.
 
@@ -34,6 +34,7 @@ from record import Environment, Measurement, save
 from neuzip.kernels import kv_cache
 from neuzip.kernels.kv_cache import Heads, reference
 from neuzip.kernels.kv_cache import ops as torch_ops
+from neuzip.runtime.hf import kv_layers
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
@@ -170,9 +171,12 @@ def empty(x: Tensor, form: str, bits: int, *, are_keys: bool) -> Heads:
     shape = batch, heads, tokens, width
     if form == "a4.8":
         return kv_cache.empty(shape, bits, device=x.device)
+    heads = kv_layers.FORMS["rotated"]
     still = torch.arange(width) >= width // 2 if are_keys else None
-    group = 32 if are_keys else 64
-    return kv_cache.empty(shape, bits, group=group, whole=6, still=still, dtype=x.dtype, device=x.device)
+    group = heads.key_group if are_keys else heads.value_group
+    return kv_cache.empty(
+        shape, bits, group=group, whole=heads.whole, still=still, dtype=x.dtype, device=x.device
+    )
 
 
 def packed(dense: tuple[Tensor, Tensor], form: str, bits: int, first: Tensor) -> tuple[Heads, Heads]:

@@ -139,10 +139,12 @@ def _inputs(e: Evaluation) -> str:
 
 
 def _kv_text(model: MeasuredModel) -> str:
-    assert model.kv_layers is not None
+    from neuzip.runtime.hf.kv_layers import FORMS  # loads torch
+
+    assert model.kv_layers is not None and model.kv_form is not None
     bits = in_words(model.kv_layers)
-    if model.kv_form != "a4.8":
-        return f"{bits}; the first 6 tokens of a window are not quantised"
+    if whole := FORMS[model.kv_form].whole:
+        return f"{bits}; the first {whole} tokens of a window are not quantised"
     first = "; the first token of a window keeps 4" if model.kv_bits == 3 else ""
     return f"{bits}, in the form a4.8{first}"
 
