@@ -1,6 +1,6 @@
 """Packed mixtures of experts decoded on a GPU that other processes keep busy: does every step end?
 
-    python benchmarks/shared_gpu.py [--cases as-it-is no-pdl no-cuts] [--others 4] [--seconds 60]
+    python benchmarks/shared_gpu.py [--cases as-it-is no-pdl] [--others 4] [--seconds 60]
 
 Other processes multiply matrices without a pause, so that the card changes between processes all the time.
 Meanwhile a process decodes texts with small mixtures, in CUDA graphs and without them, again and again, and
@@ -8,9 +8,10 @@ the tokens must be the same each time. A process that says nothing for --stalled
 then lists its kernels on the card with cuda-gdb, where that is installed, and ends it. Each case is a process
 of its own:
 
-as-it-is   what users run
-no-pdl     without programmatic dependent launch
-no-cuts    blocks of a product of experts are not cut, so that no program waits for another
+as-it-is         what users run
+no-pdl           without programmatic dependent launch
+no-pdl-products  the products of experts without it: none can take the place of a kernel that it waits for
+no-cuts          blocks of a product of experts are not cut, so that no program waits for another
 
 The exit status is 1 if a case hangs or a token differs. Nothing is saved. `--device cpu` tries the script.
 """
@@ -33,10 +34,14 @@ from expert_models import CONFIGS, made_up, reduced
 from transformers import PreTrainedModel
 
 from neuzip.kernels.device import launch
+from neuzip.kernels.device.properties import has_pdl
 from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.residency import compress_parameters
 
-CASES = ("as-it-is", "no-pdl", "no-cuts")
+CASES = ("as-it-is", "no-pdl", "no-pdl-products", "no-cuts")
+
+PRODUCTS = ("many_rows", "_sum")
+"""Kernels that multiply experts, and add up what they give."""
 
 WIDTH = 256
 """Columns of the models: the narrowest whose blocks are cut."""
@@ -73,7 +78,7 @@ def watch() -> None:
         for case in arguments.cases:
             outcome = run(case, arguments)
             failures += not outcome.startswith("right")
-            print(f"{case:10} {outcome}", flush=True)
+            print(f"{case:16} {outcome}", flush=True)
     sys.exit(bool(failures))
 
 
@@ -166,6 +171,8 @@ def prepare(case: str) -> None:
     """Leave out what a case is without."""
     if case == "no-pdl":
         launch.has_pdl = lambda device: False
+    elif case == "no-pdl-products":
+        launch.uses_pdl = lambda kernel, device: kernel.__name__ not in PRODUCTS and has_pdl(device)
     elif case == "no-cuts":
         from neuzip.kernels.experts.gluon import grouped
 
