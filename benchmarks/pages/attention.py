@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pages.layout import MODELS_READ, Document, judged, render, slower
+from pages.layout import Document, judged, render, slower
 
 Row = dict[str, Any]
 
@@ -40,9 +40,10 @@ def _positions(document: Document) -> tuple[list[str], list[tuple[str, ...]]]:
     return head, lines
 
 
-def kv_forms(document: Document) -> str:
-    """Forms of a quantised KV cache that were tried."""
-    return render("attention.kv_forms", document, MODELS_READ["wikilm-26m"], cache_rows(document))
+def kv_forms(documents: dict[str, Document]) -> str:
+    """Forms of a quantised KV cache that were tried, a table for each model."""
+    tables = {name: (d, cache_rows(d)) for name, d in documents.items()}
+    return render("attention.kv_forms", tables, list(documents.values()))
 
 
 def cache_rows(document: Document) -> dict[tuple[int | str, str | None], Row]:

@@ -80,9 +80,9 @@ def topics() -> dict[str, list[str]]:
         ),
         "attention": [
             *([kv_cache(models)] if (models := cached_models()) else []),
-            *([kv_positions(long)] if (long := long_texts()) else []),
+            *([kv_positions(long)] if (long := cached("-long")) else []),
+            *([kv_forms(forms)] if (forms := cached("-forms")) else []),
             *measured(
-                (("kv_cache-wikilm-26m-forms",), kv_forms),
                 (("kv_attention",), kv_attention), (("attention",), attention),
                 (accuracy, attention_accuracy),
             ),
@@ -99,9 +99,9 @@ CONVERTED = ("demo", "wikilm-26m")
 """Models that were converted to ternary weights without training."""
 
 
-def long_texts() -> dict[str, Document]:
-    """Results of quantised KV caches in long windows, by model."""
-    names = {name: f"kv_cache-{name}-long" for name in ("smollm2-135m", "wikilm-26m")}
+def cached(ending: str) -> dict[str, Document]:
+    """Results of quantised KV caches whose names have an ending, by model."""
+    names = {name: f"kv_cache-{name}{ending}" for name in ("smollm2-135m", "wikilm-26m")}
     return {name: load(result) for name, result in names.items() if is_measured(result)}
 
 
