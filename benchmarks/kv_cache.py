@@ -1,7 +1,7 @@
 """Keys and values in few bits: perplexity, and divergence from the same model with them as they are.
 
     python benchmarks/kv_cache.py NAME CHECKPOINT TEXT
-        [--max-tokens N] [--window N] [--bits 8,4] [--forms A,B] [--device D] [--parts P]
+        [--max-tokens N] [--window N] [--bits 8,4] [--forms A B] [--device D] [--parts P]
         [--kv-text TEXT] [--kv-window N] [--kv-tokens N] [--single-tokens N] [--about WORDS]
 
     python benchmarks/kv_cache.py demo eval/demo/checkpoint demo
@@ -85,7 +85,7 @@ and those of the stretch goal."""
 def main() -> None:
     """Measure, print, save."""
     arguments = _arguments()
-    forms = list(FORMS) if arguments.forms == "all" else arguments.forms.split(",")
+    forms = list(FORMS) if arguments.forms == ["all"] else arguments.forms
     task = prepare(
         [arguments.checkpoint], read_text(arguments.text), conventions=["token"],
         window=arguments.window, max_tokens=arguments.max_tokens, device=arguments.device,
@@ -141,7 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bits", default=",".join(map(str, BITS)), help="as --kv-bits takes them: 4,5/4,plan.json,auto:0.01"
     )
-    parser.add_argument("--forms", default=",".join(NAMED_FORMS), help="names of forms, or all")
+    parser.add_argument("--forms", nargs="+", default=list(NAMED_FORMS), help="names of forms, or all")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--parts", type=int, default=4, help="parts of a window, for the loss by position")
     parser.add_argument("--kv-text", help="on which auto chooses bits")
