@@ -332,6 +332,7 @@ class Paper:
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> Paper:
     made = Paper()
+    monkeypatch.setattr(buffers, "_pool", buffers._Pool())  # its rings have events on paper
     for name in ("Stream", "Event", "stream", "current_stream"):
         monkeypatch.setattr(torch.cpu, name, getattr(made, name))
     monkeypatch.setattr(buffers._Ring, "_empty", lambda _, size: made.empty(size))
