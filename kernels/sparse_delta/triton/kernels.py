@@ -130,7 +130,7 @@ def _list_changes(old, new, places, length):
 
 @triton.jit
 def _encode_changes(old, new, places, fields, words, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Write what a block's words say of the weights at `places`, TILE of them at a time."""
+    """Write the fields of the weights at `places` to the words of a block, TILE weights at a time."""
     count, _more, width, low, lows = fields
     seen_large = count * 0
     for first in range(0, count, TILE):
@@ -160,9 +160,10 @@ def encode_kernel(
     old, new, descriptors, starts, words, places, blocks, owners, old_tensors, new_tensors, count_of_blocks,
     BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The words of blocks, which are 0 before. `places` has room for the list of a block of each program.
+    """The words of blocks, which are 0 before. A program lists the places of a block's changed weights first.
 
-    Few weights change. So what is coded of one is computed for those in the list, and not for all.
+    places  memory for the lists, int16 [programs, BLOCK]. Few weights change, so their fields are computed
+            from the list, and not for all weights of the block
     """
     places += tl.program_id(0) * _BLOCK
     for index in range(tl.program_id(0), count_of_blocks, tl.num_programs(0)):
