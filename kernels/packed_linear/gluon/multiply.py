@@ -237,7 +237,7 @@ def _sums(
     """Sums [64, ROWS] of the products of a segment: of the turns begin to stop of a block."""
     P: gl.constexpr = LOW + (HIGH_PLANES_F16 if HALF else HIGH_PLANES_BF16)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    xs, words, _, x_there, x_free, words_there, words_free, started, _, _ = shared
+    xs, words, _, x_there, x_free, words_there, words_free, started = shared[:8]
     far, escapes = weights[1], weights[3]
     bit, lane = thread
     fars, escape, others, next_fars, next_escape, next_others, far_record, record = coming
@@ -296,7 +296,7 @@ def _multiply(
 ):  # fmt: skip
     """64 rows of the weights of every block of a program."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    outs, up_there, up_free = shared[2], shared[8], shared[9]
+    outs = shared[2]
     turns = sharing[5]
     t = gl.arange(0, 128, layout=THREADS)
     lane, warp = t % 32, t // 32
@@ -345,7 +345,7 @@ def _multiply(
             for i in gl.static_range(len(pieces)):
                 if GATED:
                     _write_gated(
-                        pieces[i], y, outs, up_there, up_free, pieces_number, place[2] + i * 128, place[1],
+                        pieces[i], y, outs, shared[8], shared[9], pieces_number, place[2] + i * 128, place[1],
                         GROUP,
                     )  # fmt: skip
                 else:
@@ -365,7 +365,7 @@ def _load_words(
     After FIRST_STAGES turns it waits until the groups have their first far words: these would come behind all
     the words that are in flight.
     """
-    _, to_words, _, _, _, words_there, words_free, started, _, _ = shared
+    to_words, words_there, words_free, started = shared[1], shared[5], shared[6], shared[7]
     share = _share(sharing)
     turn_number = 0
     for number in range(share[4]):
@@ -397,7 +397,7 @@ def _load_x(
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x of every half of a turn, as soon as a stage is free."""
-    to_x, _, _, x_there, x_free, _, _, _, _, _ = shared
+    to_x, x_there, x_free = shared[0], shared[3], shared[4]
     share = _share(sharing)
     if USE_PDL:
         cuda.gdc_wait()
@@ -447,8 +447,10 @@ def many_rows(
         gl.allocate_shared_memory(gl.int32, [WORD_STAGES * P, 8, 1, 64], words.layout),
         gl.allocate_shared_memory(y.dtype, [2, min(ROWS, 128), 64], y.layout),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(WORD_STAGES, 1), barriers(WORD_STAGES, 2),
-        barriers(1, 2), barriers(1, 1), barriers(1, 1),
+        barriers(1, 2),
     )  # fmt: skip
+    if GATED:  # barriers that no partition uses would overwrite what partitions are told: see inline-ptx.md
+        shared += barriers(1, 1), barriers(1, 1)
     fence_async_shared()
     weights = far_index, far, turn_index, escapes
     sharing = parts, counters, blocks, cut, cutters, turns
