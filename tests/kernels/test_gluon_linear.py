@@ -420,6 +420,7 @@ import torch
 import compile_only
 
 def see(function, code, kwargs):
+    assert not compile_only.unused_memory(code)
     print(code.metadata.shared, *compile_only.instructions(code, "HGMMA|WARPGROUP[.]DEPBAR|STL|LDL"))
 
 compile_only.watch(see)

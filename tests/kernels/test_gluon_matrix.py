@@ -383,6 +383,7 @@ import compile_only
 def see(function, code, kwargs):
     if function.__name__ != "_many_tokens":
         return
+    assert not compile_only.unused_memory(code)
     print(code.metadata.shared, *compile_only.instructions(code, "IGMMA|WARPGROUP[.]DEPBAR|STL|LDL"))
 
 compile_only.watch(see)

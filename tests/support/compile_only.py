@@ -2,6 +2,7 @@
 
     compile_only.watch(see)                     in a process of its own, for which Triton's interpreter is off
     compile_only.instructions(code, pattern)    what `see` finds in the machine code
+    compile_only.unused_memory(code)            shared memory that no partition is given
     compile_only.said_by(script, folder, cache) such a process, from a test
 
 The driver has a name only: nothing runs.
@@ -68,6 +69,17 @@ def instructions(code: Any, pattern: str) -> list[str]:
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", file.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return re.findall(rf"\b({pattern})\b", sass)
+
+
+def unused_memory(code: Any) -> set[str]:
+    """Shared memory that a compiled kernel allocates and gives to no partition of `gl.warp_specialize`.
+
+    Triton may place there what it passes to the partitions, without ordering the two writes.
+    """
+    before, specialize, after = code.asm["ttgir"].partition("ttg.warp_specialize(")
+    assert specialize, "the kernel has no partitions"
+    given, _, _ = after.partition(")")
+    return set(re.findall(r"(%\w+) = ttg[.]local_alloc", before)) - set(given.split(", "))
 
 
 def _compile_once() -> Callable[..., Any]:
