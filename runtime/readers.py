@@ -36,7 +36,7 @@ CHUNK = 8 << 20
 CHUNKS = 2
 
 READERS = 8
-"""Readers, at most: more of them wait for each other. On 16 cores beside an H100, 16 were slower than 8."""
+"""Readers, at most. They share the buses of the host. `benchmarks/load_stages.py --readers` compares numbers."""
 
 
 class DeviceQueues:
