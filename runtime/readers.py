@@ -36,7 +36,7 @@ CHUNK = 8 << 20
 CHUNKS = 2
 
 READERS = 8
-"""Readers, at most. They share the buses of the host. `benchmarks/load_stages.py --readers` compares numbers."""
+"""Readers, at most, as they share the buses of the host. `benchmarks/load_stages.py --readers` compares."""
 
 
 class DeviceQueues:
