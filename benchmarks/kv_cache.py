@@ -1,7 +1,7 @@
 """Keys and values in few bits: perplexity, and divergence from the same model with them as they are.
 
     python benchmarks/kv_cache.py NAME CHECKPOINT TEXT
-        [--max-tokens N] [--window N] [--bits 8,4] [--forms A B] [--device D] [--parts P]
+        [--max-tokens N] [--window N] [--bits 8,4] [--forms A B] [--device D] [--dtype T] [--parts P]
         [--kv-text TEXT] [--kv-window N] [--kv-tokens N] [--single-tokens N] [--about WORDS]
 
     python benchmarks/kv_cache.py demo eval/demo/checkpoint demo
@@ -89,6 +89,7 @@ def main() -> None:
     task = prepare(
         [arguments.checkpoint], read_text(arguments.text), conventions=["token"],
         window=arguments.window, max_tokens=arguments.max_tokens, device=arguments.device,
+        dtype=arguments.dtype,
     )  # fmt: skip
     model = load_model(task.paths[0], task.dtype, task.device)
     base = RememberingModel(model)
@@ -143,6 +144,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--forms", nargs="+", default=list(NAMED_FORMS), help="names of forms, or all")
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--dtype", default="auto", help="in which the model computes; on a CPU auto is float32"
+    )
     parser.add_argument("--parts", type=int, default=4, help="parts of a window, for the loss by position")
     parser.add_argument("--kv-text", help="on which auto chooses bits")
     parser.add_argument("--kv-window", type=int, help="tokens of its windows")
