@@ -7,9 +7,10 @@ READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launche
 2. A program for each tensor makes its table on the device, by the arithmetic of the CPU.
 3. A warp codes a block, a lane a thread, backwards: words grow downwards from the end of a *region* of
    scratch, which has room for the most that a block can take. Of escapes only *notes* are made, one a lane
-   and run.
-4. While the GPU writes the planes, the host gets the tables and the numbers of words, and allocates these.
-   A last kernel brings the words of all blocks to their places, back to back, and writes out the escapes.
+   and run. The plane of bf16 is written in passing.
+4. The host gets the tables and the numbers of words, and allocates these. Meanwhile the GPU writes planes of
+   other formats. A last kernel brings the words of all blocks to their places, back to back, and writes out
+   the escapes.
 
 What is launched before the host knows the tables is for tensors that are coded in pairs, without addends, and
 use all bits of a short mantissa. Nearly all do. The others are done again as they are.
@@ -31,11 +32,12 @@ from neuzip.kernels.float_fields import FloatFormat, plane_bytes
 from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.triton import census
-from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes
+from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes, empty_planes
+from neuzip.kernels.rans.triton.device_table import TABLE
 from neuzip.kernels.rans.triton.encode_blocks import SCRATCH, BlockCoder, fill_tails, scratch_bytes
-from neuzip.kernels.rans.triton.encode_planes import write_planes
+from neuzip.kernels.rans.triton.encode_planes import write_planes, writes_planes
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTable, make_tables
-from neuzip.kernels.rans.triton.lists import MOST, Ints
+from neuzip.kernels.rans.triton.lists import ENTRIES, MOST, Ints
 from neuzip.kernels.tuning import launch_for
 
 __all__ = ["SCRATCH", "GpuEncoded", "Recoder", "encode", "encode_all"]
@@ -162,23 +164,27 @@ class _BatchEncoder:
     """Tensors that are coded together. When this is made, all is launched that needs no table on the host."""
 
     def __init__(self, bits: Sequence[torch.Tensor], options: _Options) -> None:
-        self._options, fmt = options, options.fmt
-        self._batch = batch = Batch(bits, fmt, options.warps)
-        self._tables = make_tables(batch, *census.count(batch, options.threads, options.programs))
+        self._options, fmt, device = options, options.fmt, bits[0].device
+        self._assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
+        self._planes: list[Planes] = [{}] * len(bits)
+        if self._assumed is not None:
+            self._planes = [empty_planes(one.numel(), self._assumed, device) for one in bits]
+        self._batch = batch = Batch(bits, fmt, options.warps, self._planes)
+        # What the host waits for, in one piece: tables, and where the words of each tensor begin.
+        self._answer = torch.empty(len(bits) * TABLE + 2 * ENTRIES, dtype=torch.int32, device=device)
+        tables, self._totals = _parts_of_answer(self._answer)
+        counted = census.count(batch, options.threads, options.programs)
+        self._tables = make_tables(batch, *counted, tables)
         fill_tails(batch, self._tables.tables)
-        self._index = torch.empty(int(batch.blocks.sum()), dtype=torch.int16, device=batch.device)
+        self._index = torch.empty(batch.sizes.shares.blocks, dtype=torch.int16, device=device)
         self._group = _usual_group(fmt)
-        self._blocks: BlockCoder | None = self._code(range(len(bits)), self._group, addends=False)
-        self._answers = [
-            array.to("cpu", non_blocking=True) for array in (self._tables.tables, self._blocks.totals())
-        ]
-        self._answered = torch.cuda.Event() if batch.device.type == "cuda" else None
+        self._blocks: BlockCoder | None = self._code(None, self._group, addends=False)
+        self._host_answer = self._answer.to("cpu", non_blocking=True)
+        self._answered = torch.cuda.Event() if device.type == "cuda" else None
         if self._answered is not None:
             self._answered.record()
-        self._planes: list[Planes] = [{} for _ in bits]
-        self._assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
-        if self._assumed is not None:
-            self._write_planes(range(len(bits)), self._assumed)
+        if self._assumed is not None and not writes_planes(fmt):
+            write_planes(batch, self._planes, self._assumed)
         self._words: list[torch.Tensor | None] = [None] * len(bits)
         self._host: list[HostTable] = []
 
@@ -186,7 +192,7 @@ class _BatchEncoder:
         """Launch the rest. Waits for the device."""
         if self._answered is not None:
             self._answered.synchronize()
-        tables, totals = (answer.numpy() for answer in self._answers)
+        tables, totals = (part.numpy() for part in _parts_of_answer(self._host_answer))
         self._host = [HostTable(words) for words in tables]
         codings: dict[tuple[int, bool], list[int]] = {}
         mantissas: dict[int, list[int]] = {}
@@ -200,28 +206,29 @@ class _BatchEncoder:
         del blocks  # its scratch is there for the next
         for (group, addends), rows in codings.items():
             others = self._code(rows, group, addends)
-            self._gather(others, rows, others.totals().cpu().numpy())
+            self._gather(others, rows, self._totals.cpu().numpy())
         for kept_bits, rows in mantissas.items():
             if kept_bits != self._assumed:
                 self._write_planes(rows, kept_bits)
 
     def results(self) -> list[GpuEncoded]:
         """The coded tensors, of which kernels may still be writing."""
-        results = []
+        results, sizes = [], self._batch.sizes
         for row, (host, words) in enumerate(zip(self._host, self._words, strict=True)):
-            first, numel = int(self._batch.before[row]), int(self._batch.numels[row])
+            first, numel = int(sizes.before[row]), int(sizes.numels[row])
             assert words is not None
-            index = self._index[first : first + int(self._batch.blocks[row])]
+            index = self._index[first : first + int(sizes.blocks[row])]
             planes = {w: plane[: plane_bytes(w, numel)] for w, plane in self._planes[row].items()}
             results.append(
                 GpuEncoded(host.kept_bits, host.table(), self._tables.row(row), index, words, planes)
             )
         return results
 
-    def _code(self, rows: Sequence[int], group: int, addends: bool) -> BlockCoder:
-        """Code the first span of some tensors."""
-        scratch = self._options.scratch
-        blocks = BlockCoder(self._batch, self._tables, self._index, rows, group, addends, scratch)
+    def _code(self, rows: Sequence[int] | None, group: int, addends: bool) -> BlockCoder:
+        """Code the first span of some tensors, or of all."""
+        blocks = BlockCoder(
+            self._batch, self._tables, self._index, rows, group, addends, self._options.scratch, self._totals
+        )
         blocks.code(0)
         return blocks
 
@@ -254,8 +261,15 @@ class _BatchEncoder:
     def _write_planes(self, rows: Sequence[int], mantissa_bits: int) -> None:
         written: list[Planes | None] = [None] * len(self._planes)
         for row in rows:
-            written[row] = self._planes[row] = self._batch.empty_planes(row, mantissa_bits)
+            numel = self._batch.bits[row].numel()
+            written[row] = self._planes[row] = empty_planes(numel, mantissa_bits, self._batch.device)
         write_planes(self._batch, written, mantissa_bits)
+
+
+def _parts_of_answer(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables of some tensors, int32 [tensors, TABLE], and numbers of words, int64 [ENTRIES]."""
+    end = answer.numel() - 2 * ENTRIES
+    return answer[:end].view(-1, TABLE), answer[end:].view(torch.int64)
 
 
 class Recoder:
@@ -305,10 +319,14 @@ class Recoder:
         bits = _checked(bits, self._fmt)
         if bits.numel() != self._numel:
             raise ValueError(f"{bits.numel()} weights in place of {self._numel}")
-        batch = Batch([bits], self._fmt, self._warps)
+        batch = Batch([bits], self._fmt, self._warps, [self._planes])
         fill_tails(batch, self.coding.tables)
-        blocks = BlockCoder(batch, self.coding, self._index, [0], self._group, self._addends, self._scratch)
-        write_planes(batch, [self._planes], self._fmt.mantissa_bits)
+        totals = torch.empty(ENTRIES, dtype=torch.int64, device=bits.device)
+        blocks = BlockCoder(
+            batch, self.coding, self._index, None, self._group, self._addends, self._scratch, totals
+        )
+        if not writes_planes(self._fmt):
+            write_planes(batch, [self._planes], self._fmt.mantissa_bits)
         for at in blocks.spans:
             blocks.code(at)
             blocks.gather(at, [self._room])
