@@ -143,9 +143,9 @@ class Batch:
     def _placed(self, planes: Sequence[Planes | None]) -> Ints:
         columns = self.sizes.columns.copy()
         columns[BITS_AT, : len(self.bits)] = self.places(self.bits)
-        for column, width in enumerate(PLANE_WIDTHS, PLANES_AT):
-            if any(own and width in own for own in planes):
-                columns[column, : len(planes)] = self.places([(own or {}).get(width) for own in planes])
+        for width in {width for own in planes if own for width in own}:
+            places = self.places([own.get(width) if own else None for own in planes])
+            columns[PLANES_AT + PLANE_WIDTHS.index(width), : len(planes)] = places
         return columns
 
 

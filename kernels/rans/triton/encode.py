@@ -36,7 +36,7 @@ from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes, empty_plan
 from neuzip.kernels.rans.triton.device_table import TABLE
 from neuzip.kernels.rans.triton.encode_blocks import SCRATCH, BlockCoder, fill_tails, scratch_bytes
 from neuzip.kernels.rans.triton.encode_planes import write_planes, writes_planes
-from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTable, make_tables
+from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTables, make_tables
 from neuzip.kernels.rans.triton.lists import ENTRIES, MOST, Ints
 from neuzip.kernels.tuning import launch_for
 
@@ -130,15 +130,18 @@ def encode_all(
         programs or config["census_programs"] * multiprocessors(device), scratch, spare,
     )  # fmt: skip
     results: list[GpuEncoded] = []
-    finished: _BatchEncoder | None = None
+    before: _BatchEncoder | None = None
     for together in _batches(checked, options):
         batch = _BatchEncoder(together, options)
-        if finished is not None:  # while the GPU codes
-            results += finished.results()
-        batch.finish()
-        finished = batch
-    assert finished is not None
-    return results + finished.results()
+        if before is not None:  # the GPU counts the next batch while the host learns of this one
+            before.finish()
+        batch.code()
+        if before is not None:
+            results += before.results()
+        before = batch
+    assert before is not None
+    before.finish()
+    return results + before.results()
 
 
 def _batches(tensors: Sequence[torch.Tensor], options: _Options) -> Iterator[list[torch.Tensor]]:
@@ -161,7 +164,10 @@ def _usual_group(fmt: FloatFormat) -> int:
 
 
 class _BatchEncoder:
-    """Tensors that are coded together. When this is made, all is launched that needs no table on the host."""
+    """Tensors that are coded together. When this is made, they are counted, and their tables made.
+
+    `code` launches all that needs no table on the host, `finish` the rest.
+    """
 
     def __init__(self, bits: Sequence[torch.Tensor], options: _Options) -> None:
         self._options, fmt, device = options, options.fmt, bits[0].device
@@ -169,36 +175,42 @@ class _BatchEncoder:
         self._planes: list[Planes] = [{}] * len(bits)
         if self._assumed is not None:
             self._planes = [empty_planes(one.numel(), self._assumed, device) for one in bits]
-        self._batch = batch = Batch(bits, fmt, options.warps, self._planes)
+        self._batch = Batch(bits, fmt, options.warps, self._planes)
         # What the host waits for, in one piece: tables, and where the words of each tensor begin.
         self._answer = torch.empty(len(bits) * TABLE + 2 * ENTRIES, dtype=torch.int32, device=device)
         tables, self._totals = _parts_of_answer(self._answer)
-        counted = census.count(batch, options.threads, options.programs)
-        self._tables = make_tables(batch, *counted, tables)
-        fill_tails(batch, self._tables.tables)
-        self._index = torch.empty(batch.sizes.shares.blocks, dtype=torch.int16, device=device)
+        counted = census.count(self._batch, options.threads, options.programs)
+        self._tables = make_tables(self._batch, *counted, tables)
         self._group = _usual_group(fmt)
-        self._blocks: BlockCoder | None = self._code(None, self._group, addends=False)
-        self._host_answer = self._answer.to("cpu", non_blocking=True)
+        self._blocks: BlockCoder | None = None
         self._answered = torch.cuda.Event() if device.type == "cuda" else None
+        self._words: list[torch.Tensor | None] = [None] * len(bits)
+
+    def code(self) -> None:
+        """Launch the coding of all tensors."""
+        batch, fmt = self._batch, self._options.fmt
+        fill_tails(batch, self._tables.tables)
+        self._index = torch.empty(batch.sizes.shares.blocks, dtype=torch.int16, device=batch.device)
+        self._blocks = self._code(None, self._group, addends=False)
+        self._host_answer = self._answer.to("cpu", non_blocking=True)
         if self._answered is not None:
             self._answered.record()
         if self._assumed is not None and not writes_planes(fmt):
             write_planes(batch, self._planes, self._assumed)
-        self._words: list[torch.Tensor | None] = [None] * len(bits)
-        self._host: list[HostTable] = []
 
     def finish(self) -> None:
         """Launch the rest. Waits for the device."""
         if self._answered is not None:
             self._answered.synchronize()
         tables, totals = (part.numpy() for part in _parts_of_answer(self._host_answer))
-        self._host = [HostTable(words) for words in tables]
+        self._host = host = HostTables(tables)
         codings: dict[tuple[int, bool], list[int]] = {}
         mantissas: dict[int, list[int]] = {}
-        for row, host in enumerate(self._host):
-            codings.setdefault((host.group, host.addends), []).append(row)
-            mantissas.setdefault(host.kept_bits, []).append(row)
+        for row, (group, addends, kept_bits) in enumerate(
+            zip(host.groups, host.addends, host.kept_bits, strict=True)
+        ):
+            codings.setdefault((group, addends), []).append(row)
+            mantissas.setdefault(kept_bits, []).append(row)
         blocks, self._blocks = self._blocks, None
         assert blocks is not None
         if rows := codings.pop((self._group, False), None):
@@ -213,15 +225,15 @@ class _BatchEncoder:
 
     def results(self) -> list[GpuEncoded]:
         """The coded tensors, of which kernels may still be writing."""
-        results, sizes = [], self._batch.sizes
-        for row, (host, words) in enumerate(zip(self._host, self._words, strict=True)):
-            first, numel = int(sizes.before[row]), int(sizes.numels[row])
+        sizes, host = self._batch.sizes, self._host
+        indexes = self._index.split(sizes.blocks.tolist())
+        results = []
+        for row, (numel, coding, index, words) in enumerate(
+            zip(sizes.numels.tolist(), self._tables.rows(), indexes, self._words, strict=True)
+        ):
             assert words is not None
-            index = self._index[first : first + int(sizes.blocks[row])]
-            planes = {w: plane[: plane_bytes(w, numel)] for w, plane in self._planes[row].items()}
-            results.append(
-                GpuEncoded(host.kept_bits, host.table(), self._tables.row(row), index, words, planes)
-            )
+            planes = {w: _cut(plane, plane_bytes(w, numel)) for w, plane in self._planes[row].items()}
+            results.append(GpuEncoded(host.kept_bits[row], host.table(row), coding, index, words, planes))
         return results
 
     def _code(self, rows: Sequence[int] | None, group: int, addends: bool) -> BlockCoder:
@@ -256,7 +268,7 @@ class _BatchEncoder:
     def _empty_words(self, length: int) -> torch.Tensor:
         spare = self._options.spare
         capacity = length + (length // spare if spare else 0)
-        return torch.empty(capacity, dtype=torch.int16, device=self._batch.device)[:length]
+        return _cut(torch.empty(capacity, dtype=torch.int16, device=self._batch.device), length)
 
     def _write_planes(self, rows: Sequence[int], mantissa_bits: int) -> None:
         written: list[Planes | None] = [None] * len(self._planes)
@@ -264,6 +276,11 @@ class _BatchEncoder:
             numel = self._batch.bits[row].numel()
             written[row] = self._planes[row] = empty_planes(numel, mantissa_bits, self._batch.device)
         write_planes(self._batch, written, mantissa_bits)
+
+
+def _cut(array: torch.Tensor, length: int) -> torch.Tensor:
+    """The beginning of an array, or all of it."""
+    return array if array.numel() == length else array[:length]
 
 
 def _parts_of_answer(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,7 +316,7 @@ class Recoder:
             raise ValueError(f"{numel} weights are not those of {encoded.index.numel()} blocks")
         self.coding, self._group = encoded.coding, encoded.table.group
         # The slower form of the division, where one of 4,096 frequencies of the table needs it.
-        self._addends = bool(HostTable(encoded.coding.tables[0].cpu().numpy()).addends)
+        (self._addends,) = HostTables(encoded.coding.tables.cpu().numpy()).addends
         self._warps = warps or launch_for("rans.encode", encoded.index.device)["num_warps"]
         self._fmt, self._numel = fmt, numel
         self._scratch = max(SCRATCH, numel * fmt.bits // 8 * 4 // 5) if scratch is None else scratch
