@@ -207,9 +207,9 @@ class CodedTensor:
     @cached_property
     def extent(self) -> Ints:
         """Where words are, and their bytes, where the index is, and blocks and full blocks: int64 [5]."""
-        words, index = self.words, self.index
+        words, index, full = self.words, self.index, self.numel // BLOCK
         return np.array(
-            [words.data_ptr(), 2 * words.numel(), index.data_ptr(), index.numel(), self.numel // BLOCK], np.int64
+            [words.data_ptr(), 2 * words.numel(), index.data_ptr(), index.numel(), full], np.int64
         )
 
     @cached_property

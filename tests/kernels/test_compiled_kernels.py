@@ -219,7 +219,8 @@ for name, warps, tensors, group, addends in (
     own = batch.Batch(bits, fmt, warps, planes)
     tables = encoder_table.make_tables(own, *census.count(own, 256, 528))
     encode_blocks.fill_tails(own, tables.tables)
-    index, totals = torch.zeros(own.sizes.shares.blocks, dtype=torch.int16), torch.zeros(64, dtype=torch.int64)
+    index = torch.zeros(own.sizes.shares.blocks, dtype=torch.int16)
+    totals = torch.zeros(64, dtype=torch.int64)
     blocks = encode_blocks.BlockCoder(own, tables, index, range(tensors), group, addends, 0, totals)
     blocks.code(0)
     blocks.gather(0, [torch.zeros(1, dtype=torch.int16)] * tensors)
@@ -312,7 +313,7 @@ print(json.dumps(shared))
         (KV, 5),
         (STEP, 3),
         (DECODERS, 6),
-        (ENCODERS, 7),
+        (ENCODERS, 8),
         (EXPERTS, 6),
         (POOL, 5),
         (FEEDBACK, 1),

@@ -27,15 +27,15 @@ from neuzip.kernels.rans.coded import (
     CodedTensor,
     Kind,
 )
-from neuzip.kernels.rans.numbers import BLOCK, SCALE
+from neuzip.kernels.rans.numbers import SCALE
 from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, starts_of
 
 TILE = 2048
 """Entries of an index that are summed up at a time."""
 
 # Columns of a list: bytes of the words and where these and the index begin, in bytes after the base of the
-# launch; where each tensor is marked; its blocks, and those of the tensors before; its full blocks. Then starts
-# of the programs that decode full blocks, and ragged ones.
+# launch; where each tensor is marked; its blocks, and those of the tensors before; its full blocks. Then
+# starts of the programs that decode full blocks, and ragged ones.
 WORDS_AT, NBYTES, INDEX_AT, NUMBER, BLOCKS, FIRST_BLOCK, FULL, STARTS_AT = range(8)
 _EXTENT = (WORDS_AT, NBYTES, INDEX_AT, BLOCKS, FULL)
 

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from neuzip.kernels.device.properties import multiprocessors
@@ -33,7 +35,6 @@ from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.triton import census
 from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes, empty_planes
-from neuzip.kernels.rans.triton.device_table import TABLE
 from neuzip.kernels.rans.triton.encode_blocks import SCRATCH, BlockCoder, fill_tails, scratch_bytes
 from neuzip.kernels.rans.triton.encode_planes import write_planes, writes_planes
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTables, make_tables
@@ -176,14 +177,11 @@ class _BatchEncoder:
         if self._assumed is not None:
             self._planes = [empty_planes(one.numel(), self._assumed, device) for one in bits]
         self._batch = Batch(bits, fmt, options.warps, self._planes)
-        # What the host waits for, in one piece: tables, and where the words of each tensor begin.
-        self._answer = torch.empty(len(bits) * TABLE + 2 * ENTRIES, dtype=torch.int32, device=device)
-        tables, self._totals = _parts_of_answer(self._answer)
-        counted = census.count(self._batch, options.threads, options.programs)
-        self._tables = make_tables(self._batch, *counted, tables)
+        self._tables = make_tables(self._batch, *census.count(self._batch, options.threads, options.programs))
+        self._tables_there = _Answer(self._tables.tables)
+        self._totals = torch.empty(ENTRIES, dtype=torch.int64, device=device)
         self._group = _usual_group(fmt)
         self._blocks: BlockCoder | None = None
-        self._answered = torch.cuda.Event() if device.type == "cuda" else None
         self._words: list[torch.Tensor | None] = [None] * len(bits)
 
     def code(self) -> None:
@@ -192,18 +190,13 @@ class _BatchEncoder:
         fill_tails(batch, self._tables.tables)
         self._index = torch.empty(batch.sizes.shares.blocks, dtype=torch.int16, device=batch.device)
         self._blocks = self._code(None, self._group, addends=False)
-        self._host_answer = self._answer.to("cpu", non_blocking=True)
-        if self._answered is not None:
-            self._answered.record()
+        self._totals_there = _Answer(self._totals)
         if self._assumed is not None and not writes_planes(fmt):
             write_planes(batch, self._planes, self._assumed)
 
     def finish(self) -> None:
         """Launch the rest. Waits for the device."""
-        if self._answered is not None:
-            self._answered.synchronize()
-        tables, totals = (part.numpy() for part in _parts_of_answer(self._host_answer))
-        self._host = host = HostTables(tables)
+        self._host = host = HostTables(self._tables_there.wait())
         codings: dict[tuple[int, bool], list[int]] = {}
         mantissas: dict[int, list[int]] = {}
         for row, (group, addends, kept_bits) in enumerate(
@@ -213,6 +206,7 @@ class _BatchEncoder:
             mantissas.setdefault(kept_bits, []).append(row)
         blocks, self._blocks = self._blocks, None
         assert blocks is not None
+        totals = self._totals_there.wait()
         if rows := codings.pop((self._group, False), None):
             self._gather(blocks, rows, totals)
         del blocks  # its scratch is there for the next
@@ -283,10 +277,20 @@ def _cut(array: torch.Tensor, length: int) -> torch.Tensor:
     return array if array.numel() == length else array[:length]
 
 
-def _parts_of_answer(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of some tensors, int32 [tensors, TABLE], and numbers of words, int64 [ENTRIES]."""
-    end = answer.numel() - 2 * ENTRIES
-    return answer[:end].view(-1, TABLE), answer[end:].view(torch.int64)
+class _Answer:
+    """An array on its way from the device to the host, copied when all before it has been done."""
+
+    def __init__(self, array: torch.Tensor) -> None:
+        self._host = array.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if array.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> npt.NDArray[Any]:
+        """The array, once it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.numpy()
 
 
 class Recoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +27,7 @@ from neuzip.kernels.rans.triton.device_table import FILLER, ROW, TABLE
 from neuzip.kernels.rans.triton.encode_kernel import code_kernel
 from neuzip.kernels.rans.triton.encode_planes import writes_planes
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables
-from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, on_device, row_of, starts_of
+from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of, starts_of
 
 SCRATCH = 64 << 20
 """Bytes of scratch that any batch may have. One with a larger tensor may have 4/5 of the size of that."""
@@ -96,7 +97,8 @@ class BlockCoder:
         if len(batch.bits if rows is None else rows) == 1:
             # The tail is no longer than a program, and begins where one would: it is never cut.
             together = max(scratch // scratch_bytes(group) // warps, 1) * warps
-            self._span = min(-(-(-(-blocks // -(-blocks // together))) // warps) * warps, blocks)
+            spans = math.ceil(blocks / together)
+            self._span = min(math.ceil(blocks / spans / warps) * warps, blocks)
         self.spans = range(0, blocks, self._span)
         self._regions = torch.empty(self._span * self._region, dtype=torch.int16, device=device)
         self._notes = torch.empty(self._span * NOTES, dtype=torch.int32, device=device)
@@ -146,8 +148,10 @@ class BlockCoder:
         """
         batch = self._batch
         columns = np.zeros((3, ENTRIES), np.int64)
-        has_words = np.array([own is not None for own in words])
-        columns[0] = starts_of(np.where(has_words, np.diff(self._shares.starts[0, : len(words) + 1]), 0))
+        columns[0] = self._shares.starts[0]
+        if any(own is None for own in words):
+            has_words = np.array([own is not None for own in words])
+            columns[0] = starts_of(np.where(has_words, np.diff(columns[0, : len(words) + 1]), 0))
         columns[1, : len(words)] = batch.places(words)
         columns[2, : len(words)] = [0 if own is None else own.numel() for own in words]
         programs = min(self._span, int(columns[0, -1]) - at)

@@ -250,7 +250,8 @@ def code_kernel(
         region = tl.load(firsts_ptr + row) + block
         index = tl.load(columns_ptr + INDEX_AT * ENTRIES + row) + block
         _code_block(
-            words_ptr, plane_ptr, coding_ptr + row.to(tl.int64) * CODING, symbols_ptr + row.to(tl.int64) * KEYS,
+            words_ptr, plane_ptr,
+            coding_ptr + row.to(tl.int64) * CODING, symbols_ptr + row.to(tl.int64) * KEYS,
             regions_ptr + (region - first_region) * REGION, notes_ptr + (region - first_region) * NOTES,
             counts_ptr + (region - first_region), ends_ptr + region + 1, index_ptr + index,
             valid, runs, span,

@@ -114,16 +114,13 @@ def _divisions_on(device: torch.device) -> torch.Tensor:
         return torch.from_numpy(division_facts()).to(device)
 
 
-def make_tables(
-    batch: Batch, counters: torch.Tensor, elsewhere: torch.Tensor, tables: torch.Tensor | None = None
-) -> EncoderTables:
-    """Make the tables of a batch of what its census counted, on the device: in `tables`, or in new memory."""
+def make_tables(batch: Batch, counters: torch.Tensor, elsewhere: torch.Tensor) -> EncoderTables:
+    """Make the tables of a batch of what its census counted, on the device."""
     fmt, n, device = batch.fmt, len(batch.bits), batch.device
     length = max(256, 1 << fmt.exponent_bits)
     keys = 1 << 16 if fmt.exponent_bits <= 8 else length
     coding = keys // 256 * device_table.ROW + 256
-    if tables is None:
-        tables = torch.empty(n, TABLE, dtype=torch.int32, device=device)
+    tables = torch.empty(n, TABLE, dtype=torch.int32, device=device)
     places = torch.empty(n, length + 32, dtype=torch.int32, device=device)
     counts = torch.empty(n, length, dtype=torch.int64, device=device)
     by_symbol = torch.empty(n, 256, dtype=torch.int64, device=device)
