@@ -141,7 +141,7 @@ class Batch:
         return on_device(self._placed(planes), self.device)
 
     def _placed(self, planes: Sequence[Planes | None]) -> Ints:
-        columns = self.sizes.columns.copy()
+        columns: Ints = self.sizes.columns.copy()
         columns[BITS_AT, : len(self.bits)] = self.places(self.bits)
         for width in {width for own in planes if own for width in own}:
             places = self.places([own.get(width) if own else None for own in planes])

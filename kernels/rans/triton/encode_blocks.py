@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RUN, RUNS
 from neuzip.kernels.rans.triton.batch import (
     ELEMENTS,
@@ -28,6 +28,7 @@ from neuzip.kernels.rans.triton.encode_kernel import code_kernel
 from neuzip.kernels.rans.triton.encode_planes import writes_planes
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables
 from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of, starts_of
+from neuzip.kernels.tuning import launch_for
 
 SCRATCH = 64 << 20
 """Bytes of scratch that any batch may have. One with a larger tensor may have 4/5 of the size of that."""
@@ -128,6 +129,8 @@ class BlockCoder:
     def _launch(self, first: int, last: int, first_region: int, ragged: bool) -> None:
         batch, tables, warps = self._batch, self._tables, 1 if ragged else self._batch.warps
         fmt = batch.fmt
+        own = launch_for("rans.code", batch.device, format=fmt.name, group=self._group)
+        registers = {"maxnreg": own["registers"]} if is_compiled(code_kernel) else {}
         launch(
             code_kernel, (last - first,),
             batch.base, batch.columns, self._starts[ragged], self._firsts,
@@ -138,7 +141,7 @@ class BlockCoder:
             GROUP=self._group, RAGGED=ragged, ADDENDS=self._addends, PLANE=writes_planes(fmt), WARPS=warps,
             REGION=self._region, NOTES=NOTES, LANES=LANES, RUN=RUN, RUNS=RUNS, LOWER=LOWER,
             HEADER=HEADER_WORDS, ROW=ROW, CODING=tables.facts.shape[1], KEYS=tables.symbols.shape[1],
-            STRIDE=batch.tails.shape[1], ENTRIES=ENTRIES, num_warps=warps, device=batch.device,
+            STRIDE=batch.tails.shape[1], ENTRIES=ENTRIES, num_warps=warps, **registers, device=batch.device,
         )  # fmt: skip
 
     def gather(self, at: int, words: Sequence[torch.Tensor | None], first_word: int = 0) -> None:
