@@ -92,8 +92,9 @@ def test_one_symbol(value: int, device: torch.device) -> None:
         same_as_on_the_cpu(np.full(numel, value, np.uint16), BF16, device)
 
 
-def test_blocks(device: torch.device, poison: None) -> None:
-    """Two whole blocks in a program and what is left, with escapes in both."""
+def test_blocks(device: torch.device, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two whole blocks in a program and what is left, with escapes in both; their lengths in two tiles."""
+    monkeypatch.setattr(encode_blocks, "_ENDS_TILE", 2)
     bits = gaussian(BF16, 2 * BLOCK + 300)
     bits[:: BLOCK // 3] = 0x0123
     table = same_as_on_the_cpu(bits, BF16, device, warps=2)

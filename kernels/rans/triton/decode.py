@@ -72,7 +72,8 @@ def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torc
 
     `outs[i]` is contiguous, with elements of as many bits as the format has, as many as there are weights.
     Returns int32 `[len(tensors)]` on the device: not 0 for a tensor whose words are corrupt, of which any
-    weight may be wrong then. Whoever waits for the device should call `coded.raise_if_corrupt`.
+    weight may be wrong then. Whoever waits for the device should call `coded.raise_if_corrupt`. Raises
+    ValueError for an output that does not fit its tensor; others may have been written by then.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int32)

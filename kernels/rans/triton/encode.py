@@ -1,6 +1,6 @@
 """The lossless encoder on a GPU, in Triton: the bytes of `compress.schemes.lossless.encode`.
 
-READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launches, and the host waits once:
+READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launches, and waits of the host:
 
 1. The *census* counts pairs of exponents in shared memory: those in a window of 64 exponents around the usual
    ones, and of 0. The few others are counted in device memory. It is the whole histogram all the same.
@@ -8,9 +8,9 @@ READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launche
 3. A warp codes a block, a lane a thread, backwards: words grow downwards from the end of a *region* of
    scratch, which has room for the most that a block can take. Of escapes only *notes* are made, one a lane
    and run. The plane of bf16 is written in passing.
-4. The host gets the tables and the numbers of words, and allocates these. Meanwhile the GPU writes planes of
-   other formats. A last kernel brings the words of all blocks to their places, back to back, and writes out
-   the escapes.
+4. The host gets the tables while blocks are coded, then the numbers of words, and allocates these. Meanwhile
+   the GPU writes planes of other formats, and counts the next batch. A last kernel brings the words of all
+   blocks to their places, back to back, and writes out the escapes.
 
 What is launched before the host knows the tables is for tensors that are coded in pairs, without addends, and
 use all bits of a short mantissa. Nearly all do. The others are done again as they are.
