@@ -18,7 +18,7 @@ import triton.language as tl
 
 from neuzip.kernels.float_fields import FloatFormat, plane_widths
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN
-from neuzip.kernels.rans.triton.lists import Ints, on_device, starts_of
+from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, on_device, starts_of
 
 INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """Signed dtypes by their bits."""
@@ -134,7 +134,8 @@ class Batch:
     @cached_property
     def columns(self) -> torch.Tensor:
         """The columns that all launches read, on the device: int64 [COLUMNS and those added, ENTRIES]."""
-        return on_device(np.vstack([self._placed(self.planes), *self._starts]), self.device)
+        columns = np.concatenate([self._placed(self.planes).reshape(-1), *self._starts])
+        return on_device(columns.reshape(-1, ENTRIES), self.device)
 
     def columns_with(self, planes: Sequence[Planes | None]) -> torch.Tensor:
         """The columns, with where other planes of each tensor are."""

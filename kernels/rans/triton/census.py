@@ -44,11 +44,11 @@ def count(batch: Batch, threads: int, programs: int) -> tuple[torch.Tensor, torc
     counters, elsewhere = memory[: n * sizes[0]], memory[n * sizes[0] :]
     launch(
         _census_kernel, (int(starts[-1]),),
-        batch.base, batch.columns, batch.columns[starts_at], counters, elsewhere,
+        batch.base, batch.columns, counters, elsewhere,
         BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS,
         WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=_ITEMS * threads,
         ITEM=ELEMENTS[fmt.bits if fmt.exponent_bits > 8 else 2 * fmt.bits], ENTRIES=ENTRIES,
-        num_warps=threads // 32, device=batch.device,
+        STARTS_AT=starts_at, num_warps=threads // 32, device=batch.device,
     )  # fmt: skip
     return counters, elsewhere
 
@@ -99,14 +99,15 @@ def _count_items(
 
 @triton.jit
 def _census_kernel(
-    base_ptr, columns_ptr, starts_ptr, counters_ptr, elsewhere_ptr,
+    base_ptr, columns_ptr, counters_ptr, elsewhere_ptr,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COUNTERS: tl.constexpr,
     WINDOW: tl.constexpr, BELOW_MEAN: tl.constexpr, SAMPLE: tl.constexpr, THREADS: tl.constexpr,
-    TILE: tl.constexpr, ITEM: tl.constexpr, ENTRIES: tl.constexpr,
+    TILE: tl.constexpr, ITEM: tl.constexpr, ENTRIES: tl.constexpr, STARTS_AT: tl.constexpr,
 ):  # fmt: skip
     """Add to the counters of a tensor; after them, unite the mantissas' lowest bits, and say where the window
     begins."""
     LARGEST: tl.constexpr = (1 << EXPONENT) - 1
+    starts_ptr = columns_ptr + STARTS_AT * ENTRIES
     row = row_of(starts_ptr, tl.program_id(0), ENTRIES)
     first = tl.load(starts_ptr + row)
     pid, programs = tl.program_id(0) - first, tl.load(starts_ptr + row + 1) - first

@@ -73,8 +73,8 @@ class BlockCoder:
     `rows` are the tensors whose tables have this `group`, and symbols with addends only if `addends`, or None
     for all; what is coded of others is nothing. Blocks of several tensors are one span; those of one are cut
     where `scratch` bytes do not suffice for it. The words that blocks have are written to `index`, that of
-    the batch. `totals`, int64 [at least one more than tensors], says where the words of each tensor begin
-    among all, and where those of the last one end, once the last span has been coded.
+    the batch. `totals`, int64 [ENTRIES], says where the words of each tensor begin among all, and where those
+    of the last one end, once the last span has been coded.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class BlockCoder:
     ) -> None:  # fmt: skip
         self._batch, self._tables, self._index, self._totals = batch, tables, index, totals
         self._group, self._addends = group, addends
+        self._tails = batch.tails.view(torch.int64)
         self._region, device, warps = region_words(group), batch.device, batch.warps
         self._shares = batch.sizes.shares
         if rows is None:
-            columns = batch.columns[FIRSTS : FIRSTS + 3]
+            self._starts = batch.columns[FIRSTS:]
         else:
             is_chosen = np.isin(np.arange(len(batch.bits)), rows)
             chosen = [np.where(is_chosen, share, 0) for share in (batch.sizes.blocks, batch.sizes.whole)]
             self._shares = BlockShares.of(chosen[0], chosen[1], warps)
-            columns = on_device(self._shares.starts, device)
-        self._firsts, *self._starts = columns
+            self._starts = on_device(self._shares.starts, device)
         blocks = self._shares.blocks
         self._span = blocks
         if len(batch.bits if rows is None else rows) == 1:
@@ -121,7 +121,7 @@ class BlockCoder:
                 self._launch(first, last, at, bool(is_ragged))
         launch(
             _ends_kernel, (1,),
-            self.ends, self._firsts, self._totals, at, end,
+            self.ends, self._starts, self._totals, at, end,
             TILE=_ENDS_TILE, ENTRIES=ENTRIES, num_warps=16, device=self._batch.device,
         )  # fmt: skip
         return end
@@ -133,8 +133,7 @@ class BlockCoder:
         registers = {"maxnreg": own["registers"]} if is_compiled(code_kernel) else {}
         launch(
             code_kernel, (last - first,),
-            batch.base, batch.columns, self._starts[ragged], self._firsts,
-            batch.tails.view(torch.int64), tables.tables, tables.facts, tables.symbols,
+            batch.base, batch.columns, self._starts, self._tails, tables.tables, tables.facts, tables.symbols,
             self._regions, self._notes, self._counts, self.ends, self._index,
             first_program=first, first_region=first_region, span=self._span,
             BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits,
@@ -161,7 +160,7 @@ class BlockCoder:
         if programs > 0:
             launch(
                 _gather_kernel, (programs,),
-                batch.base, batch.columns, self._firsts, on_device(columns, batch.device),
+                batch.base, batch.columns, self._starts, on_device(columns, batch.device),
                 self._regions, self._notes, self._counts, self.ends,
                 first_block=at, first_word=first_word, span=self._span,
                 EXPONENT=batch.fmt.exponent_bits, MANTISSA=batch.fmt.mantissa_bits,

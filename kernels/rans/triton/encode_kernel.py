@@ -208,7 +208,7 @@ def _code_run(
 
 @triton.jit(do_not_specialize=["first_program", "first_region", "span"])
 def code_kernel(
-    base_ptr, columns_ptr, starts_ptr, firsts_ptr, tails_ptr, tables_ptr, coding_ptr, symbols_ptr,
+    base_ptr, columns_ptr, firsts_ptr, tails_ptr, tables_ptr, coding_ptr, symbols_ptr,
     regions_ptr, notes_ptr, counts_ptr, ends_ptr, index_ptr, first_program, first_region, span,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
     RAGGED: tl.constexpr, ADDENDS: tl.constexpr, PLANE: tl.constexpr, WARPS: tl.constexpr,
@@ -219,13 +219,15 @@ def code_kernel(
     """Code a block a warp, to the end of its region: of the tensors whose tables have this GROUP, and addends
     only where ADDENDS.
 
-    starts: the first program of each tensor, firsts: its first block among those that are coded. The programs
-    begin with `first_program`, the regions with block `first_region`. counts: words without escapes, and
-    notes, each [span]; ends: from 1 on the words of all blocks. RAGGED programs have one warp and code the
-    tails, of which the last block may be shorter than others. With PLANE, weights are bf16, and signs and
-    mantissas are written where the plane of 8 bits is.
+    firsts: the first block of each tensor among those that are coded; behind these, the first of the programs
+    for whole groups of blocks, and of those for tails. The programs begin with `first_program`, the regions
+    with block `first_region`. counts: words without escapes, and notes, each [span]; ends: from 1 on the
+    words of all blocks. RAGGED programs have one warp and code the tails, of which the last block may be
+    shorter than others. With PLANE, weights are bf16, and signs and mantissas are written where the plane of
+    8 bits is.
     """
     program = first_program + tl.program_id(0)
+    starts_ptr = firsts_ptr + (2 if RAGGED else 1) * ENTRIES
     row = row_of(starts_ptr, program, ENTRIES)
     tables_ptr += row * TABLE
     if (tl.load(tables_ptr + GROUP_AT) == GROUP) & (tl.load(tables_ptr + ADDENDS_AT) <= ADDENDS):

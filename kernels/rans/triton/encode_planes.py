@@ -50,7 +50,7 @@ def write_planes(batch: Batch, planes: Sequence[Planes | None], mantissa_bits: i
         fmt = batch.fmt
         launch(
             _planes_kernel, (programs,),
-            batch.base, columns, starts_there[is_tail], batch.tails,
+            batch.base, columns, starts_there, batch.tails,
             BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=mantissa_bits, IS_TAIL=bool(is_tail),
             STRIDE=batch.tails.shape[1], ELEMENT=ELEMENTS[fmt.bits], BLOCK=BLOCK, LANES=LANES, RUN=RUN,
             TILE=_TILE, ENTRIES=ENTRIES, num_warps=4, device=batch.device,
@@ -85,6 +85,8 @@ def _planes_kernel(
     """Write the fields of a tile of a tensor's whole programs, or of its tail."""
     WIDTH: tl.constexpr = 1 + KEPT
     planes_ptr = columns_ptr + _PLANES_AT * ENTRIES
+    if IS_TAIL:
+        starts_ptr += ENTRIES
     row = row_of(starts_ptr, tl.program_id(0), ENTRIES)
     number = tl.program_id(0) - tl.load(starts_ptr + row)
     offs_r = number * TILE + tl.arange(0, TILE)
