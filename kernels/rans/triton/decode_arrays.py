@@ -28,7 +28,7 @@ from neuzip.kernels.rans.coded import (
     Kind,
 )
 from neuzip.kernels.rans.numbers import SCALE
-from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, starts_of
+from neuzip.kernels.rans.triton.lists import ENTRIES, Ints
 
 TILE = 2048
 """Entries of an index that are summed up at a time."""
@@ -153,7 +153,8 @@ def _columns(tensors: Sequence[CodedTensor], base: int, numbers: Sequence[int], 
     columns[[WORDS_AT, INDEX_AT], :n] -= base
     columns[NUMBER, :n] = numbers
     columns[FIRST_BLOCK] = np.cumsum(columns[BLOCKS]) - columns[BLOCKS]
-    columns[STARTS_AT:] = [starts_of(share) for share in shares]
+    ends = np.cumsum(shares, 1)
+    columns[STARTS_AT:, 1 : 1 + n], columns[STARTS_AT:, 1 + n :] = ends, ends[:, -1:]
     return columns
 
 
