@@ -205,6 +205,14 @@ class CodedTensor:
         return row
 
     @cached_property
+    def extent(self) -> Ints:
+        """Where words are, and their bytes, where the index is, and blocks and full blocks: int64 [5]."""
+        words, index, full = self.words, self.index, self.numel // BLOCK
+        return np.array(
+            [words.data_ptr(), 2 * words.numel(), index.data_ptr(), index.numel(), full], np.int64
+        )
+
+    @cached_property
     def kind(self) -> Kind:
         """What a launch is compiled for."""
         grid = 0 if self.grid is None else self.grid.bits
@@ -220,9 +228,9 @@ class CodedTensor:
 
 def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
     """Wait for the device; raise CorruptStream with the name of the first tensor that `errors` marks."""
-    corrupt = torch.nonzero(errors).flatten().tolist()
-    if corrupt:
-        raise CorruptStream(f"the words of {names[corrupt[0]]!r} are corrupt")
+    for name, mark in zip(names, errors.tolist(), strict=True):
+        if mark:
+            raise CorruptStream(f"the words of {name!r} are corrupt")
 
 
 @dataclass(frozen=True)

@@ -215,14 +215,15 @@ for name, warps, tensors, group, addends in (
 ):
     fmt = FORMATS[name]
     bits = [torch.zeros(n, dtype=batch.INTEGERS[fmt.bits]) for n in (1, warps * 16384 + 16)[:tensors]]
-    own = batch.Batch(bits, fmt, warps)
+    planes = [batch.empty_planes(one.numel(), fmt.mantissa_bits, one.device) for one in bits]
+    own = batch.Batch(bits, fmt, warps, planes)
     tables = encoder_table.make_tables(own, *census.count(own, 256, 528))
     encode_blocks.fill_tails(own, tables.tables)
-    index, rows = torch.zeros(int(own.blocks.sum()), dtype=torch.int16), range(tensors)
-    blocks = encode_blocks.BlockCoder(own, tables, index, rows, group, addends, 0)
+    index = torch.zeros(own.sizes.shares.blocks, dtype=torch.int16)
+    totals = torch.zeros(64, dtype=torch.int64)
+    blocks = encode_blocks.BlockCoder(own, tables, index, range(tensors), group, addends, 0, totals)
     blocks.code(0)
     blocks.gather(0, [torch.zeros(1, dtype=torch.int16)] * tensors)
-    planes = [own.empty_planes(row, fmt.mantissa_bits) for row in rows]
     encode_planes.write_planes(own, planes, fmt.mantissa_bits)
 print(json.dumps(shared))
 """
@@ -312,7 +313,7 @@ print(json.dumps(shared))
         (KV, 5),
         (STEP, 3),
         (DECODERS, 6),
-        (ENCODERS, 7),
+        (ENCODERS, 8),
         (EXPERTS, 6),
         (POOL, 5),
         (FEEDBACK, 1),

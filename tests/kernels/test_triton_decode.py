@@ -219,6 +219,20 @@ def test_many_tensors_in_one_call(warps: int) -> None:
     assert decoded(tensors, 0xFF, warps) == [bits.tobytes() for bits in originals]
 
 
+def test_a_list_is_decoded_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First a few tensors, then others, of several kinds; whatever of them an error stops is refused."""
+    monkeypatch.setattr(triton_decode, "FIRST", 2)
+    monkeypatch.setattr(triton_decode, "MOST", 2)
+    originals, tensors = [], []
+    for seed, name in enumerate(["BF16", "F16", "BF16", "BF16", "F16", "BF16"]):
+        originals.append(weights(FORMATS[name], 200 + seed, seed))
+        tensors.append(code(originals[-1], FORMATS[name], FORMATS[name].mantissa_bits))
+    assert decoded(tensors, 0xFF) == [bits.tobytes() for bits in originals]
+    outs = [torch.empty(tensor.numel, dtype=torch.int16, device=DEVICE) for tensor in tensors]
+    with pytest.raises(ValueError, match="tensor 5 does not fit"):
+        triton_decode.decode(tensors, [*outs[:-1], outs[-1][:-1]])
+
+
 def test_nothing_to_decode() -> None:
     assert triton_decode.decode([], []).tolist() == []
 

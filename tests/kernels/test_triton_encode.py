@@ -92,8 +92,9 @@ def test_one_symbol(value: int, device: torch.device) -> None:
         same_as_on_the_cpu(np.full(numel, value, np.uint16), BF16, device)
 
 
-def test_blocks(device: torch.device, poison: None) -> None:
-    """Two whole blocks in a program and what is left, with escapes in both."""
+def test_blocks(device: torch.device, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two whole blocks in a program and what is left, with escapes in both; their lengths in two tiles."""
+    monkeypatch.setattr(encode_blocks, "_ENDS_TILE", 2)
     bits = gaussian(BF16, 2 * BLOCK + 300)
     bits[:: BLOCK // 3] = 0x0123
     table = same_as_on_the_cpu(bits, BF16, device, warps=2)
@@ -254,19 +255,21 @@ def test_the_lock_is_held_around_launches_alone(
 
     kernels = {
         "_census_kernel": triton_census, "table_kernel": device_table, "spread_kernel": device_table,
-        "_tails_kernel": encode_blocks, "code_kernel": encode_blocks, "_planes_kernel": encode_planes,
-        "_gather_kernel": encode_blocks,
+        "_tails_kernel": encode_blocks, "code_kernel": encode_blocks, "_ends_kernel": encode_blocks,
+        "_planes_kernel": encode_planes, "_gather_kernel": encode_blocks,
     }  # fmt: skip
     for name, module in kernels.items():
         monkeypatch.setattr(module, name, Kernel(name, getattr(module, name)))
-    for place, name in ((encoder_table.HostTable, "table"), (torch.Tensor, "cumsum_")):
-        monkeypatch.setattr(place, name, unlocked(getattr(place, name)))
+    monkeypatch.setattr(encoder_table.HostTables, "table", unlocked(encoder_table.HostTables.table))
     bits = torch.from_numpy(gaussian(BF16, 5000).view(np.int16)).to(device)
     encoded = encode(bits, BF16, warps=1)
-    assert set(launches) == set(kernels)
+    assert set(launches) == set(kernels) - {"_planes_kernel"}
     launches.clear()
     Recoder(encoded, BF16, bits.numel(), warps=1).code(bits)
-    assert set(launches) == {"_tails_kernel", "_planes_kernel", "code_kernel", "_gather_kernel"}
+    assert set(launches) == {"_tails_kernel", "code_kernel", "_ends_kernel", "_gather_kernel"}
+    launches.clear()
+    encode(bits & -4, BF16, warps=1)
+    assert set(launches) == set(kernels)
     monkeypatch.undo()
     assert torch.equal(encoded.words, encode(bits, BF16, warps=1).words)
 

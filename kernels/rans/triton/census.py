@@ -9,14 +9,16 @@ elsewhere  int64 [tensors, 256, 256]: all other pairs, [second, first]
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
-from neuzip.kernels.rans.triton.batch import ELEMENTS, Batch, numel_of, weights_of
-from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of, starts_of
+from neuzip.kernels.rans.triton.batch import ELEMENTS, Batch, BatchSizes, numel_of, weights_of
+from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, row_of, starts_of
 from neuzip.kernels.rans.triton.warp import INTERPRETED
 
 WINDOW = 64
@@ -28,27 +30,35 @@ COUNTERS = 5120
 BELOW_MEAN = 40
 """The window begins this far below the mean exponent of a sample: small weights lie further from it."""
 
+_ITEMS = 16
+"""Items that a thread counts at a time."""
+
 
 def count(batch: Batch, threads: int, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The counters of a batch, and those of pairs elsewhere. About `programs` programs share the work."""
     fmt, n = batch.fmt, len(batch.bits)
-    wide, tile = fmt.exponent_bits > 8, 16 * threads
-    # An item is two neighbours; where there are too many exponents for pairs, one weight.
-    tiles = -(-(batch.numels if wide else batch.numels // 2) // tile)
-    each = max(1, -(-int(tiles.sum()) // programs))
-    starts = starts_of(np.maximum(1, -(-tiles // each)))
+    starts = _starts(batch.sizes, fmt.exponent_bits > 8, threads, programs)
+    starts_at = batch.add_starts(starts)
     sizes = COUNTERS + 2, 1 << 16 if fmt.exponent_bits == 8 else 0
     memory = torch.zeros(n * sum(sizes), dtype=torch.int64, device=batch.device)
     counters, elsewhere = memory[: n * sizes[0]], memory[n * sizes[0] :]
     launch(
         _census_kernel, (int(starts[-1]),),
-        batch.base, batch.columns, on_device([starts], batch.device), counters, elsewhere,
+        batch.base, batch.columns, counters, elsewhere,
         BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS,
-        WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=tile,
-        ITEM=ELEMENTS[fmt.bits if wide else 2 * fmt.bits], ENTRIES=ENTRIES,
-        num_warps=threads // 32, device=batch.device,
+        WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=_ITEMS * threads,
+        ITEM=ELEMENTS[fmt.bits if fmt.exponent_bits > 8 else 2 * fmt.bits], ENTRIES=ENTRIES,
+        STARTS_AT=starts_at, num_warps=threads // 32, device=batch.device,
     )  # fmt: skip
     return counters, elsewhere
+
+
+@lru_cache(maxsize=512)
+def _starts(sizes: BatchSizes, wide: bool, threads: int, programs: int) -> Ints:
+    """The column of starts of programs. An item is two neighbours, or one weight if exponents are `wide`."""
+    tiles = -(-(sizes.numels if wide else sizes.numels // 2) // (_ITEMS * threads))
+    each = max(1, -(-int(tiles.sum()) // programs))
+    return starts_of(np.maximum(1, -(-tiles // each)))
 
 
 @triton.jit
@@ -89,14 +99,15 @@ def _count_items(
 
 @triton.jit
 def _census_kernel(
-    base_ptr, columns_ptr, starts_ptr, counters_ptr, elsewhere_ptr,
+    base_ptr, columns_ptr, counters_ptr, elsewhere_ptr,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COUNTERS: tl.constexpr,
     WINDOW: tl.constexpr, BELOW_MEAN: tl.constexpr, SAMPLE: tl.constexpr, THREADS: tl.constexpr,
-    TILE: tl.constexpr, ITEM: tl.constexpr, ENTRIES: tl.constexpr,
+    TILE: tl.constexpr, ITEM: tl.constexpr, ENTRIES: tl.constexpr, STARTS_AT: tl.constexpr,
 ):  # fmt: skip
     """Add to the counters of a tensor; after them, unite the mantissas' lowest bits, and say where the window
     begins."""
     LARGEST: tl.constexpr = (1 << EXPONENT) - 1
+    starts_ptr = columns_ptr + STARTS_AT * ENTRIES
     row = row_of(starts_ptr, tl.program_id(0), ENTRIES)
     first = tl.load(starts_ptr + row)
     pid, programs = tl.program_id(0) - first, tl.load(starts_ptr + row + 1) - first

@@ -49,6 +49,7 @@ from neuzip.kernels.rans.triton.decode_arrays import (
     DecodeArrays,
     compile_arrays,
     compile_programs,
+    extents_of,
     make_arrays,
     make_programs,
     update_extents,
@@ -63,7 +64,7 @@ OPERATION, OPERATION_ON_GRID = "decoding rANS codes", "decoding quantized weight
 """What is checked at its first use on a device: for floats, and for weights on a grid."""
 
 FIRST = 8
-"""Tensors of the first launch of a call. Later ones have up to `lists.MOST`."""
+"""Tensors that are launched before the host looks at others. Later launches have up to `lists.MOST`."""
 
 
 def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -71,7 +72,8 @@ def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torc
 
     `outs[i]` is contiguous, with elements of as many bits as the format has, as many as there are weights.
     Returns int32 `[len(tensors)]` on the device: not 0 for a tensor whose words are corrupt, of which any
-    weight may be wrong then. Whoever waits for the device should call `coded.raise_if_corrupt`.
+    weight may be wrong then. Whoever waits for the device should call `coded.raise_if_corrupt`. Raises
+    ValueError for an output that does not fit its tensor; others may have been written by then.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int32)
@@ -319,42 +321,41 @@ def _launches(
     warps: int | None,
 ) -> Iterator[Started]:
     """The launches for tensors, one by one: a caller may start each while the host prepares the next."""
-    for numbers in _kinds(tensors, outs, warps).values():
-        for together in _together(numbers):
-            first = tensors[together[0]]
-            inp = next(iter(first.planes.values()), first.words.view(torch.uint8))
-            out = outs[together[0]].flatten().view(torch.uint8)
-            offsets = [outs[i].data_ptr() - out.data_ptr() for i in together]
-            for part in make_launches([tensors[i] for i in together], inp, offsets, together, errors, warps):
-                yield part, inp, out
+    for first, last in ((0, FIRST), (FIRST, len(tensors))):
+        for numbers in _kinds(tensors, outs, warps, range(first, min(last, len(tensors)))).values():
+            for start in range(0, len(numbers), MOST):
+                together = numbers[start : start + MOST]
+                base = tensors[together[0]]
+                inp = next(iter(base.planes.values()), base.words.view(torch.uint8))
+                out = outs[together[0]].flatten().view(torch.uint8)
+                offsets = [outs[i].data_ptr() - out.data_ptr() for i in together]
+                parts = [tensors[i] for i in together]
+                for part in make_launches(parts, inp, offsets, together, errors, warps):
+                    yield part, inp, out
 
 
 def _kinds(
-    tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps: int | None
+    tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps: int | None, numbers: Sequence[int]
 ) -> dict[Kind, list[int]]:
-    """The numbers of the tensors of each kind that have weights. Raises ValueError, and WrongResults."""
+    """The numbers of the tensors of each kind, among these, that have weights.
+
+    Raises ValueError, and WrongResults.
+    """
     device = tensors[0].words.device
     kinds: dict[Kind, list[int]] = {}
-    for number, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
-        _check_output(number, tensor, out)
+    for number in numbers:
+        tensor = tensors[number]
+        _check_output(number, tensor, outs[number])
         if tensor.words.device != device:
             raise ValueError(f"tensor {number} is on another device than the first")
         if tensor.numel:
             kinds.setdefault(tensor.kind, []).append(number)
-    for kind, numbers in kinds.items():
+    for kind, own in kinds.items():
         if not kind.block_size:  # weights that share a scale have no sample
-            full = sum(tensors[i].numel // BLOCK for i in numbers)
+            full = sum(tensors[i].numel // BLOCK for i in own)
             check = functools.partial(decodes_sample, kind, full, device, warps)
             check_first_use(OPERATION_ON_GRID if kind.grid else OPERATION, device, check)
     return kinds
-
-
-def _together(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Tensors that share launches: few at first, so that the device need not wait long for the host."""
-    size = FIRST
-    while numbers:
-        yield numbers[:size]
-        numbers, size = numbers[size:], MOST
 
 
 def decodes_sample(kind: Kind, full: int, device: torch.device, warps: int | None = None) -> bool:
@@ -384,15 +385,15 @@ def make_launches(
     where it is marked in `errors`. Tensors whose index does not add up to their words are marked at once.
     """
     kind = tensors[0].kind
-    full = np.array([t.numel // BLOCK for t in tensors], np.int64)
-    is_ragged = np.array([t.numel % BLOCK > 0 for t in tensors], np.int64)
-    aligned = all(t.words.data_ptr() % ALIGNMENT == 0 for t in tensors)
+    words_at, _, _, blocks, full = extents_of(tensors).T
+    aligned = not (words_at % ALIGNMENT).any()
     warps = warps or warps_of(kind, int(full.sum()), inp.device, aligned)
     if warps == triton_stream.WARPS and _is_streamed(kind) and not aligned:
         raise ValueError(f"{warps} warps a program take words that begin at multiples of {ALIGNMENT} bytes")
-    arrays = make_arrays(kind, tensors, inp, out_offsets, numbers, errors, _has_places(kind))
+    shares = np.stack([-(-full // warps), blocks - full])
+    arrays = make_arrays(kind, tensors, inp, out_offsets, numbers, errors, _has_places(kind), shares)
     return [
-        DecodeLaunch(kind, ragged, width, arrays, make_programs(arrays, width, ragged, shares))
-        for ragged, width, shares in ((False, warps, -(-full // warps)), (True, 1, is_ragged))
-        if shares.any()
+        DecodeLaunch(kind, ragged, width, arrays, make_programs(arrays, width, ragged, programs))
+        for ragged, width, programs in zip((False, True), (warps, 1), shares.sum(1).tolist(), strict=True)
+        if programs
     ]

@@ -27,15 +27,17 @@ from neuzip.kernels.rans.coded import (
     CodedTensor,
     Kind,
 )
-from neuzip.kernels.rans.numbers import BLOCK, SCALE
-from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, on_device, starts_of
+from neuzip.kernels.rans.numbers import SCALE
+from neuzip.kernels.rans.triton.lists import ENTRIES, Ints
 
 TILE = 2048
 """Entries of an index that are summed up at a time."""
 
 # Columns of a list: bytes of the words and where these and the index begin, in bytes after the base of the
-# launch; where each tensor is marked; its blocks, and those of the tensors before; its full blocks.
-WORDS_AT, NBYTES, INDEX_AT, NUMBER, BLOCKS, FIRST_BLOCK, FULL = range(7)
+# launch; where each tensor is marked; its blocks, and those of the tensors before; its full blocks. Then
+# starts of the programs that decode full blocks, and ragged ones.
+WORDS_AT, NBYTES, INDEX_AT, NUMBER, BLOCKS, FIRST_BLOCK, FULL, STARTS_AT = range(8)
+_EXTENT = (WORDS_AT, NBYTES, INDEX_AT, BLOCKS, FULL)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class DecodeArrays:
     columns: torch.Tensor
 
 
+def extents_of(tensors: Sequence[CodedTensor]) -> Ints:
+    """`CodedTensor.extent` of each, int64 [tensors, 5]."""
+    return np.concatenate([tensor.extent for tensor in tensors]).reshape(len(tensors), -1)
+
+
 def make_arrays(
     kind: Kind,
     tensors: Sequence[CodedTensor],
@@ -58,26 +65,28 @@ def make_arrays(
     numbers: Sequence[int],
     errors: torch.Tensor,
     has_places: bool,
+    shares: Ints,
 ) -> DecodeArrays:
     """The arrays for at most `lists.MOST` tensors of a kind. `has_places`: slots hold places in a palette.
 
     Output `i` begins `out_offsets[i]` bytes after the one that the launch will be given, and `numbers[i]` is
-    where it is marked in `errors`: at once if its index does not add up to its words.
+    where it is marked in `errors`: at once if its index does not add up to its words. `shares`, [2, tensors],
+    are programs for its full blocks, and for a ragged one.
     """
     n, device, base = len(tensors), inp.device, inp.data_ptr()
-    columns = _columns(tensors, base, numbers)
+    columns = _columns(tensors, base, numbers, shares)
     blocks = int(columns[BLOCKS].sum())
     # In this order all three begin at multiples of 16 bytes, whatever n is: no kernel is compiled twice.
     ends = columns.size, columns.size + n * 3 * 128
-    host = torch.zeros(ends[1] + n * COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.empty(ends[1] + n * COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda")
     array = host.numpy()
     array[: ends[0]] = columns.reshape(-1)
-    symbols = array[ends[0] : ends[1]].view(np.int32).reshape(n, 3, 256)
-    for row, tensor in enumerate(tensors):
-        symbols[row, 0, : tensor.table.frequencies.size] = tensor.table.frequencies
-        symbols[row, 2, : tensor.table.palette.size] = tensor.table.palette
-    symbols[:, 1] = np.cumsum(symbols[:, 0], 1) - symbols[:, 0]
-    _fill_descriptors(array[ends[1] :].reshape(n, COLUMNS), tensors, base, out_offsets, numbers)
+    np.concatenate([t.table.symbol_rows for t in tensors], out=array[ends[0] : ends[1]].view(np.int32))
+    np.concatenate([t.descriptor for t in tensors], out=array[ends[1] :])
+    descriptors = array[ends[1] :].reshape(n, COLUMNS)
+    places = descriptors[:, list(POSITIONS)]
+    descriptors[:, list(POSITIONS)] = np.where(places, places - base, 0)
+    descriptors[:, OUT], descriptors[:, TENSOR] = out_offsets, numbers
     uploaded = host.to(device, non_blocking=True)
     arrays = DecodeArrays(
         uploaded[ends[1] :].view(n, COLUMNS),
@@ -118,15 +127,11 @@ def compile_programs(arrays: DecodeArrays, warps: int, ragged: bool) -> torch.Te
     return programs
 
 
-def make_programs(arrays: DecodeArrays, warps: int, ragged: bool, shares: Ints) -> torch.Tensor:
-    """What the programs of a launch decode, int32 [programs, 3]: see `DecodeLaunch`.
-
-    shares: programs of each tensor.
-    """
-    device = arrays.columns.device
-    starts = starts_of(shares)
-    programs = torch.empty(int(starts[-1]), 3, dtype=torch.int32, device=device)
-    _start_programs(arrays, on_device([starts], device), programs, warps, ragged)
+def make_programs(arrays: DecodeArrays, warps: int, ragged: bool, count: int) -> torch.Tensor:
+    """What the `count` programs of a launch decode, int32 [programs, 3]: see `DecodeLaunch`."""
+    programs = torch.empty(count, 3, dtype=torch.int32, device=arrays.columns.device)
+    starts = arrays.columns[(STARTS_AT + ragged) * ENTRIES :]
+    _start_programs(arrays, starts, programs, warps, ragged)
     return programs
 
 
@@ -134,37 +139,23 @@ def _start_programs(
     arrays: DecodeArrays, starts: torch.Tensor, programs: torch.Tensor, warps: int, ragged: bool
 ) -> None:
     launch(
-        _programs_kernel, (triton.cdiv(len(programs), 128),),
+        _programs_kernel, (-(-len(programs) // 128),),
         arrays.columns, starts, programs, len(programs),
         WARPS=warps, RAGGED=ragged, FIRST_BLOCK=FIRST_BLOCK, FULL=FULL, TILE=128, ENTRIES=ENTRIES,
         device=programs.device,
     )  # fmt: skip
 
 
-def _columns(tensors: Sequence[CodedTensor], base: int, numbers: Sequence[int]) -> Ints:
-    facts = np.array(
-        [
-            (t.words.data_ptr() - base, 2 * t.words.numel(), t.index.data_ptr() - base, number,
-             t.index.numel(), 0, t.numel // BLOCK)
-            for t, number in zip(tensors, numbers, strict=True)
-        ],
-        np.int64,
-    )  # fmt: skip
-    columns = np.zeros((facts.shape[1], ENTRIES), np.int64)
-    columns[:, : len(tensors)] = facts.T
+def _columns(tensors: Sequence[CodedTensor], base: int, numbers: Sequence[int], shares: Ints) -> Ints:
+    n = len(tensors)
+    columns = np.zeros((STARTS_AT + 2, ENTRIES), np.int64)
+    columns[list(_EXTENT), :n] = extents_of(tensors).T
+    columns[[WORDS_AT, INDEX_AT], :n] -= base
+    columns[NUMBER, :n] = numbers
     columns[FIRST_BLOCK] = np.cumsum(columns[BLOCKS]) - columns[BLOCKS]
+    ends = np.cumsum(shares, 1)
+    columns[STARTS_AT:, 1 : 1 + n], columns[STARTS_AT:, 1 + n :] = ends, ends[:, -1:]
     return columns
-
-
-def _fill_descriptors(
-    descriptors: Ints, tensors: Sequence[CodedTensor], base: int, out_offsets: Sequence[int],
-    numbers: Sequence[int],
-) -> None:  # fmt: skip
-    for row, tensor in enumerate(tensors):
-        descriptors[row] = tensor.descriptor
-    places = descriptors[:, list(POSITIONS)]
-    descriptors[:, list(POSITIONS)] = np.where(places, places - base, 0)
-    descriptors[:, OUT], descriptors[:, TENSOR] = out_offsets, numbers
 
 
 def _find_extents(arrays: DecodeArrays, inp: torch.Tensor, errors: torch.Tensor) -> None:

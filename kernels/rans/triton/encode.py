@@ -1,15 +1,16 @@
 """The lossless encoder on a GPU, in Triton: the bytes of `compress.schemes.lossless.encode`.
 
-READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launches, and the host waits once:
+READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launches, and waits of the host:
 
 1. The *census* counts pairs of exponents in shared memory: those in a window of 64 exponents around the usual
    ones, and of 0. The few others are counted in device memory. It is the whole histogram all the same.
 2. A program for each tensor makes its table on the device, by the arithmetic of the CPU.
 3. A warp codes a block, a lane a thread, backwards: words grow downwards from the end of a *region* of
    scratch, which has room for the most that a block can take. Of escapes only *notes* are made, one a lane
-   and run.
-4. While the GPU writes the planes, the host gets the tables and the numbers of words, and allocates these.
-   A last kernel brings the words of all blocks to their places, back to back, and writes out the escapes.
+   and run. The plane of bf16 is written in passing.
+4. The host gets the tables while blocks are coded, then the numbers of words, and allocates these. Meanwhile
+   the GPU writes planes of other formats, and counts the next batch. A last kernel brings the words of all
+   blocks to their places, back to back, and writes out the escapes.
 
 What is launched before the host knows the tables is for tensors that are coded in pairs, without addends, and
 use all bits of a short mantissa. Nearly all do. The others are done again as they are.
@@ -23,7 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from neuzip.kernels.device.properties import multiprocessors
@@ -31,11 +34,11 @@ from neuzip.kernels.float_fields import FloatFormat, plane_bytes
 from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.triton import census
-from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes
+from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes, empty_planes
 from neuzip.kernels.rans.triton.encode_blocks import SCRATCH, BlockCoder, fill_tails, scratch_bytes
-from neuzip.kernels.rans.triton.encode_planes import write_planes
-from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTable, make_tables
-from neuzip.kernels.rans.triton.lists import MOST, Ints
+from neuzip.kernels.rans.triton.encode_planes import write_planes, writes_planes
+from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTables, make_tables
+from neuzip.kernels.rans.triton.lists import ENTRIES, MOST, Ints
 from neuzip.kernels.tuning import launch_for
 
 __all__ = ["SCRATCH", "GpuEncoded", "Recoder", "encode", "encode_all"]
@@ -128,15 +131,18 @@ def encode_all(
         programs or config["census_programs"] * multiprocessors(device), scratch, spare,
     )  # fmt: skip
     results: list[GpuEncoded] = []
-    finished: _BatchEncoder | None = None
+    before: _BatchEncoder | None = None
     for together in _batches(checked, options):
         batch = _BatchEncoder(together, options)
-        if finished is not None:  # while the GPU codes
-            results += finished.results()
-        batch.finish()
-        finished = batch
-    assert finished is not None
-    return results + finished.results()
+        if before is not None:  # the GPU counts the next batch while the host learns of this one
+            before.finish()
+        batch.code()
+        if before is not None:
+            results += before.results()
+        before = batch
+    assert before is not None
+    before.finish()
+    return results + before.results()
 
 
 def _batches(tensors: Sequence[torch.Tensor], options: _Options) -> Iterator[list[torch.Tensor]]:
@@ -159,69 +165,76 @@ def _usual_group(fmt: FloatFormat) -> int:
 
 
 class _BatchEncoder:
-    """Tensors that are coded together. When this is made, all is launched that needs no table on the host."""
+    """Tensors that are coded together. When this is made, they are counted, and their tables made.
+
+    `code` launches all that needs no table on the host, `finish` the rest.
+    """
 
     def __init__(self, bits: Sequence[torch.Tensor], options: _Options) -> None:
-        self._options, fmt = options, options.fmt
-        self._batch = batch = Batch(bits, fmt, options.warps)
-        self._tables = make_tables(batch, *census.count(batch, options.threads, options.programs))
-        fill_tails(batch, self._tables.tables)
-        self._index = torch.empty(int(batch.blocks.sum()), dtype=torch.int16, device=batch.device)
-        self._group = _usual_group(fmt)
-        self._blocks: BlockCoder | None = self._code(range(len(bits)), self._group, addends=False)
-        self._answers = [
-            array.to("cpu", non_blocking=True) for array in (self._tables.tables, self._blocks.totals())
-        ]
-        self._answered = torch.cuda.Event() if batch.device.type == "cuda" else None
-        if self._answered is not None:
-            self._answered.record()
-        self._planes: list[Planes] = [{} for _ in bits]
+        self._options, fmt, device = options, options.fmt, bits[0].device
         self._assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
+        self._planes: list[Planes] = [{}] * len(bits)
         if self._assumed is not None:
-            self._write_planes(range(len(bits)), self._assumed)
+            self._planes = [empty_planes(one.numel(), self._assumed, device) for one in bits]
+        self._batch = Batch(bits, fmt, options.warps, self._planes)
+        self._tables = make_tables(self._batch, *census.count(self._batch, options.threads, options.programs))
+        self._tables_there = _Answer(self._tables.tables)
+        self._totals = torch.empty(ENTRIES, dtype=torch.int64, device=device)
+        self._group = _usual_group(fmt)
+        self._blocks: BlockCoder | None = None
         self._words: list[torch.Tensor | None] = [None] * len(bits)
-        self._host: list[HostTable] = []
+
+    def code(self) -> None:
+        """Launch the coding of all tensors."""
+        batch, fmt = self._batch, self._options.fmt
+        fill_tails(batch, self._tables.tables)
+        self._index = torch.empty(batch.sizes.shares.blocks, dtype=torch.int16, device=batch.device)
+        self._blocks = self._code(None, self._group, addends=False)
+        self._totals_there = _Answer(self._totals)
+        if self._assumed is not None and not writes_planes(fmt):
+            write_planes(batch, self._planes, self._assumed)
 
     def finish(self) -> None:
         """Launch the rest. Waits for the device."""
-        if self._answered is not None:
-            self._answered.synchronize()
-        tables, totals = (answer.numpy() for answer in self._answers)
-        self._host = [HostTable(words) for words in tables]
+        self._host = host = HostTables(self._tables_there.wait())
         codings: dict[tuple[int, bool], list[int]] = {}
         mantissas: dict[int, list[int]] = {}
-        for row, host in enumerate(self._host):
-            codings.setdefault((host.group, host.addends), []).append(row)
-            mantissas.setdefault(host.kept_bits, []).append(row)
+        for row, (group, addends, kept_bits) in enumerate(
+            zip(host.groups, host.addends, host.kept_bits, strict=True)
+        ):
+            codings.setdefault((group, addends), []).append(row)
+            mantissas.setdefault(kept_bits, []).append(row)
         blocks, self._blocks = self._blocks, None
         assert blocks is not None
+        totals = self._totals_there.wait()
         if rows := codings.pop((self._group, False), None):
             self._gather(blocks, rows, totals)
         del blocks  # its scratch is there for the next
         for (group, addends), rows in codings.items():
             others = self._code(rows, group, addends)
-            self._gather(others, rows, others.totals().cpu().numpy())
+            self._gather(others, rows, self._totals.cpu().numpy())
         for kept_bits, rows in mantissas.items():
             if kept_bits != self._assumed:
                 self._write_planes(rows, kept_bits)
 
     def results(self) -> list[GpuEncoded]:
         """The coded tensors, of which kernels may still be writing."""
+        sizes, host = self._batch.sizes, self._host
+        indexes = self._index.split(sizes.blocks.tolist())
         results = []
-        for row, (host, words) in enumerate(zip(self._host, self._words, strict=True)):
-            first, numel = int(self._batch.before[row]), int(self._batch.numels[row])
+        for row, (numel, coding, index, words) in enumerate(
+            zip(sizes.numels.tolist(), self._tables.rows(), indexes, self._words, strict=True)
+        ):
             assert words is not None
-            index = self._index[first : first + int(self._batch.blocks[row])]
-            planes = {w: plane[: plane_bytes(w, numel)] for w, plane in self._planes[row].items()}
-            results.append(
-                GpuEncoded(host.kept_bits, host.table(), self._tables.row(row), index, words, planes)
-            )
+            planes = {w: _cut(plane, plane_bytes(w, numel)) for w, plane in self._planes[row].items()}
+            results.append(GpuEncoded(host.kept_bits[row], host.table(row), coding, index, words, planes))
         return results
 
-    def _code(self, rows: Sequence[int], group: int, addends: bool) -> BlockCoder:
-        """Code the first span of some tensors."""
-        scratch = self._options.scratch
-        blocks = BlockCoder(self._batch, self._tables, self._index, rows, group, addends, scratch)
+    def _code(self, rows: Sequence[int] | None, group: int, addends: bool) -> BlockCoder:
+        """Code the first span of some tensors, or of all."""
+        blocks = BlockCoder(
+            self._batch, self._tables, self._index, rows, group, addends, self._options.scratch, self._totals
+        )
         blocks.code(0)
         return blocks
 
@@ -249,13 +262,35 @@ class _BatchEncoder:
     def _empty_words(self, length: int) -> torch.Tensor:
         spare = self._options.spare
         capacity = length + (length // spare if spare else 0)
-        return torch.empty(capacity, dtype=torch.int16, device=self._batch.device)[:length]
+        return _cut(torch.empty(capacity, dtype=torch.int16, device=self._batch.device), length)
 
     def _write_planes(self, rows: Sequence[int], mantissa_bits: int) -> None:
         written: list[Planes | None] = [None] * len(self._planes)
         for row in rows:
-            written[row] = self._planes[row] = self._batch.empty_planes(row, mantissa_bits)
+            numel = self._batch.bits[row].numel()
+            written[row] = self._planes[row] = empty_planes(numel, mantissa_bits, self._batch.device)
         write_planes(self._batch, written, mantissa_bits)
+
+
+def _cut(array: torch.Tensor, length: int) -> torch.Tensor:
+    """The beginning of an array, or all of it."""
+    return array if array.numel() == length else array[:length]
+
+
+class _Answer:
+    """An array on its way from the device to the host, copied when all before it has been done."""
+
+    def __init__(self, array: torch.Tensor) -> None:
+        self._host = array.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if array.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> npt.NDArray[Any]:
+        """The array, once it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.numpy()
 
 
 class Recoder:
@@ -285,7 +320,7 @@ class Recoder:
             raise ValueError(f"{numel} weights are not those of {encoded.index.numel()} blocks")
         self.coding, self._group = encoded.coding, encoded.table.group
         # The slower form of the division, where one of 4,096 frequencies of the table needs it.
-        self._addends = bool(HostTable(encoded.coding.tables[0].cpu().numpy()).addends)
+        (self._addends,) = HostTables(encoded.coding.tables.cpu().numpy()).addends
         self._warps = warps or launch_for("rans.encode", encoded.index.device)["num_warps"]
         self._fmt, self._numel = fmt, numel
         self._scratch = max(SCRATCH, numel * fmt.bits // 8 * 4 // 5) if scratch is None else scratch
@@ -305,10 +340,14 @@ class Recoder:
         bits = _checked(bits, self._fmt)
         if bits.numel() != self._numel:
             raise ValueError(f"{bits.numel()} weights in place of {self._numel}")
-        batch = Batch([bits], self._fmt, self._warps)
+        batch = Batch([bits], self._fmt, self._warps, [self._planes])
         fill_tails(batch, self.coding.tables)
-        blocks = BlockCoder(batch, self.coding, self._index, [0], self._group, self._addends, self._scratch)
-        write_planes(batch, [self._planes], self._fmt.mantissa_bits)
+        totals = torch.empty(ENTRIES, dtype=torch.int64, device=bits.device)
+        blocks = BlockCoder(
+            batch, self.coding, self._index, None, self._group, self._addends, self._scratch, totals
+        )
+        if not writes_planes(self._fmt):
+            write_planes(batch, [self._planes], self._fmt.mantissa_bits)
         for at in blocks.spans:
             blocks.code(at)
             blocks.gather(at, [self._room])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RUN, RUNS
 from neuzip.kernels.rans.triton.batch import (
     ELEMENTS,
+    FIRSTS,
     Batch,
+    BlockShares,
     array_of,
     numel_of,
     weights_of,
@@ -22,8 +25,10 @@ from neuzip.kernels.rans.triton.batch import (
 )
 from neuzip.kernels.rans.triton.device_table import FILLER, ROW, TABLE
 from neuzip.kernels.rans.triton.encode_kernel import code_kernel
+from neuzip.kernels.rans.triton.encode_planes import writes_planes
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables
-from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, on_device, row_of, starts_of
+from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of, starts_of
+from neuzip.kernels.tuning import launch_for
 
 SCRATCH = 64 << 20
 """Bytes of scratch that any batch may have. One with a larger tensor may have 4/5 of the size of that."""
@@ -33,6 +38,9 @@ NOTES = LANES * RUNS
 
 _TILE = 2048
 """Weights of a program that copies tails."""
+
+_ENDS_TILE = 4096
+"""Blocks whose lengths are added up at a time."""
 
 
 def region_words(group: int) -> int:
@@ -47,7 +55,7 @@ def scratch_bytes(group: int) -> int:
 
 def fill_tails(batch: Batch, tables: torch.Tensor) -> None:
     """Copy the tails of a batch, filled up by the exponents that the tables name for that."""
-    length = int((batch.numels - batch.whole * BLOCK).max())
+    length = batch.sizes.tail
     if length:
         launch(
             _tails_kernel, (len(batch.bits), triton.cdiv(whole_runs(length), _TILE)),
@@ -62,67 +70,77 @@ class BlockCoder:
     """The blocks of some tensors of a batch on their way: coded to scratch, a span of them at a time, and
     gathered from it.
 
-    `rows` are the tensors whose tables have this `group`, and symbols with addends only if `addends`; what is
-    coded of others is nothing. Blocks of several tensors are one span; those of one are cut where `scratch`
-    bytes do not suffice for it. The words that blocks have are written to `index`, that of the batch.
+    `rows` are the tensors whose tables have this `group`, and symbols with addends only if `addends`, or None
+    for all; what is coded of others is nothing. Blocks of several tensors are one span; those of one are cut
+    where `scratch` bytes do not suffice for it. The words that blocks have are written to `index`, that of
+    the batch. `totals`, int64 [ENTRIES], says where the words of each tensor begin among all, and where those
+    of the last one end, once the last span has been coded.
     """
 
     def __init__(
-        self, batch: Batch, tables: EncoderTables, index: torch.Tensor, rows: Sequence[int],
-        group: int, addends: bool, scratch: int
+        self, batch: Batch, tables: EncoderTables, index: torch.Tensor, rows: Sequence[int] | None,
+        group: int, addends: bool, scratch: int, totals: torch.Tensor
     ) -> None:  # fmt: skip
-        self._batch, self._tables, self._index = batch, tables, index
+        self._batch, self._tables, self._index, self._totals = batch, tables, index, totals
         self._group, self._addends = group, addends
+        self._tails = batch.tails.view(torch.int64)
         self._region, device, warps = region_words(group), batch.device, batch.warps
-        is_chosen = np.isin(np.arange(len(batch.bits)), rows)
-        self.blocks: Ints = np.where(is_chosen, batch.blocks, 0)
-        self.firsts = starts_of(self.blocks)
-        whole = np.where(is_chosen, batch.whole, 0)
-        programs = [starts_of(share) for share in (whole // warps, self.blocks - whole)]
-        self._programs = [int(starts[-1]) for starts in programs]
-        self._whole, self._all = int(whole.sum()), int(self.blocks.sum())
-        self._columns = on_device([self.firsts, *programs], device)
-        self._span = self._all
-        if len(rows) == 1:
+        self._shares = batch.sizes.shares
+        if rows is None:
+            self._starts = batch.columns[FIRSTS:]
+        else:
+            is_chosen = np.isin(np.arange(len(batch.bits)), rows)
+            chosen = [np.where(is_chosen, share, 0) for share in (batch.sizes.blocks, batch.sizes.whole)]
+            self._shares = BlockShares.of(chosen[0], chosen[1], warps)
+            self._starts = on_device(self._shares.starts, device)
+        blocks = self._shares.blocks
+        self._span = blocks
+        if len(batch.bits if rows is None else rows) == 1:
             # The tail is no longer than a program, and begins where one would: it is never cut.
             together = max(scratch // scratch_bytes(group) // warps, 1) * warps
-            spans = triton.cdiv(self._all, together)
-            self._span = min(triton.cdiv(triton.cdiv(self._all, spans), warps) * warps, self._all)
-        self.spans = range(0, self._all, self._span)
+            spans = math.ceil(blocks / together)
+            self._span = min(math.ceil(blocks / spans / warps) * warps, blocks)
+        self.spans = range(0, blocks, self._span)
         self._regions = torch.empty(self._span * self._region, dtype=torch.int16, device=device)
         self._notes = torch.empty(self._span * NOTES, dtype=torch.int32, device=device)
         self._counts = torch.empty(2, self._span, dtype=torch.int32, device=device)
-        self.ends = torch.zeros(self._all + 1, dtype=torch.int64, device=device)
+        # Of tensors that others code, all blocks end where they begin.
+        self.ends = torch.zeros(blocks + 1, dtype=torch.int64, device=device)
 
     def code(self, at: int) -> int:
         """Code the span that begins with block `at`; the block with which the next one begins."""
-        end, warps = min(at + self._span, self._all), self._batch.warps
-        if end - at == self._all:
-            programs = [(0, self._programs[0]), (0, self._programs[1])]
+        shares, warps = self._shares, self._batch.warps
+        end = min(at + self._span, shares.blocks)
+        if end - at == shares.blocks:
+            programs = [(0, shares.programs(ragged=ragged)) for ragged in (False, True)]
         else:  # of one tensor
-            whole, last = self._whole, min(end, self._whole)
-            programs = [(at // warps, last // warps), (max(at - whole, 0), end - whole)]
+            last = min(end, shares.whole)
+            programs = [(at // warps, last // warps), (max(at - shares.whole, 0), end - shares.whole)]
         for is_ragged, (first, last) in enumerate(programs):
             if first < last:
                 self._launch(first, last, at, bool(is_ragged))
-        # The first of these is where the span begins; the others are still lengths.
-        self.ends[at : end + 1].cumsum_(0)
+        launch(
+            _ends_kernel, (1,),
+            self.ends, self._starts, self._totals, at, end,
+            TILE=_ENDS_TILE, ENTRIES=ENTRIES, num_warps=16, device=self._batch.device,
+        )  # fmt: skip
         return end
 
     def _launch(self, first: int, last: int, first_region: int, ragged: bool) -> None:
         batch, tables, warps = self._batch, self._tables, 1 if ragged else self._batch.warps
         fmt = batch.fmt
+        own = launch_for("rans.code", batch.device, format=fmt.name, group=self._group)
+        registers = {"maxnreg": own["registers"]} if is_compiled(code_kernel) else {}
         launch(
             code_kernel, (last - first,),
-            batch.base, batch.columns, self._columns[2 if ragged else 1], self._columns[0],
-            batch.tails.view(torch.int64), tables.tables, tables.facts, tables.symbols,
+            batch.base, batch.columns, self._starts, self._tails, tables.tables, tables.facts, tables.symbols,
             self._regions, self._notes, self._counts, self.ends, self._index,
             first_program=first, first_region=first_region, span=self._span,
             BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits,
-            GROUP=self._group, RAGGED=ragged, ADDENDS=self._addends, WARPS=warps,
+            GROUP=self._group, RAGGED=ragged, ADDENDS=self._addends, PLANE=writes_planes(fmt), WARPS=warps,
             REGION=self._region, NOTES=NOTES, LANES=LANES, RUN=RUN, RUNS=RUNS, LOWER=LOWER,
             HEADER=HEADER_WORDS, ROW=ROW, CODING=tables.facts.shape[1], KEYS=tables.symbols.shape[1],
-            STRIDE=batch.tails.shape[1], ENTRIES=ENTRIES, num_warps=warps, device=batch.device,
+            STRIDE=batch.tails.shape[1], ENTRIES=ENTRIES, num_warps=warps, **registers, device=batch.device,
         )  # fmt: skip
 
     def gather(self, at: int, words: Sequence[torch.Tensor | None], first_word: int = 0) -> None:
@@ -131,26 +149,24 @@ class BlockCoder:
         They begin with word `first_word` of all.
         """
         batch = self._batch
-        has_words = np.array([own is not None for own in words])
-        places = batch.places(words)
-        capacities = np.array([0 if own is None else own.numel() for own in words], np.int64)
-        starts = starts_of(np.where(has_words, self.blocks, 0))
-        programs = min(self._span, int(starts[-1]) - at)
+        columns = np.zeros((3, ENTRIES), np.int64)
+        columns[0] = self._shares.starts[0]
+        if any(own is None for own in words):
+            has_words = np.array([own is not None for own in words])
+            columns[0] = starts_of(np.where(has_words, np.diff(columns[0, : len(words) + 1]), 0))
+        columns[1, : len(words)] = batch.places(words)
+        columns[2, : len(words)] = [0 if own is None else own.numel() for own in words]
+        programs = min(self._span, int(columns[0, -1]) - at)
         if programs > 0:
             launch(
                 _gather_kernel, (programs,),
-                batch.base, batch.columns, self._columns[0],
-                on_device([starts, places, capacities], batch.device),
+                batch.base, batch.columns, self._starts, on_device(columns, batch.device),
                 self._regions, self._notes, self._counts, self.ends,
                 first_block=at, first_word=first_word, span=self._span,
                 EXPONENT=batch.fmt.exponent_bits, MANTISSA=batch.fmt.mantissa_bits,
                 ELEMENT=ELEMENTS[batch.fmt.bits], BLOCK=BLOCK, REGION=self._region, NOTES=NOTES, RUN=RUN,
                 TILE=1024, ENTRIES=ENTRIES, num_warps=2, device=batch.device,
             )  # fmt: skip
-
-    def totals(self) -> torch.Tensor:
-        """Where the words of each tensor begin among all, and where those of the last one end: int64."""
-        return self.ends[self._columns[0]]
 
 
 @triton.jit
@@ -171,6 +187,25 @@ def _tails_kernel(
     tail = tl.where(offs < left, tail, filler.to(ELEMENT))
     padded = (left + RUN_WEIGHTS - 1) // RUN_WEIGHTS * RUN_WEIGHTS
     tl.store(tails_ptr + row.to(tl.int64) * STRIDE + offs, tail, mask=offs < padded)
+
+
+@triton.jit(do_not_specialize=["at", "end"])
+def _ends_kernel(
+    ends_ptr, firsts_ptr, totals_ptr, at, end, TILE: tl.constexpr, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """Add up what blocks `at` to `end` - 1 have, to where each ends; and say where each tensor begins."""
+    carry = tl.load(ends_ptr + at)
+    for first in range(at, end, TILE):
+        offs = first + 1 + tl.arange(0, TILE)
+        mask = offs <= end
+        words = tl.load(ends_ptr + offs, mask=mask, other=0).to(tl.int32)
+        # Lengths of a tile add up in 32 bits.
+        tl.store(ends_ptr + offs, carry + tl.cumsum(words, 0), mask=mask)
+        carry += tl.sum(words)
+    tl.debug_barrier()
+    offs_e = tl.arange(0, ENTRIES)
+    begin = tl.load(firsts_ptr + offs_e)
+    tl.store(totals_ptr + offs_e, tl.load(ends_ptr + begin, mask=begin <= end, other=0))
 
 
 @triton.jit(do_not_specialize=["first_block", "first_word", "span"])

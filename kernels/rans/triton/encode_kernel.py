@@ -6,12 +6,21 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.rans.triton import device_table
-from neuzip.kernels.rans.triton.batch import INDEX, numel_of, weights_of, whole_of
+from neuzip.kernels.rans.triton.batch import (
+    INDEX,
+    PLANE_WIDTHS,
+    PLANES_AT,
+    array_of,
+    numel_of,
+    weights_of,
+    whole_of,
+)
 from neuzip.kernels.rans.triton.lists import row_of
 from neuzip.kernels.rans.triton.warp import INTERPRETED, count_ones, rank_of, sum_of_warp
 
 GROUP_AT, ADDENDS_AT = tl.constexpr(device_table.GROUP), tl.constexpr(device_table.ADDENDS)
 TABLE, INDEX_AT = tl.constexpr(device_table.TABLE), tl.constexpr(INDEX)
+PLANE_AT = tl.constexpr(PLANES_AT + PLANE_WIDTHS.index(8))
 
 
 @triton.jit
@@ -72,6 +81,33 @@ def _key(
                 "=r,l", [v], dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
             return key & (FIRST | FIRST << 8)
+
+
+@triton.jit
+def _fields(a, b):
+    """Sign and mantissa of the 8 bf16 weights of a run, a byte each."""
+    if INTERPRETED:
+        fields = tl.zeros(a.shape, tl.int64)
+        for i in tl.static_range(8):
+            v = (a if i < 4 else b) >> (i % 4 * 16)
+            fields |= ((v >> 8) & 0x80 | v & 0x7F) << (8 * i)
+        return fields
+    # Lower and upper bytes of four weights; the mantissas of the former, the signs of the latter.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 w0, w1, w2, w3, m, s;
+        mov.b64 {w0, w1}, $1;
+        mov.b64 {w2, w3}, $2;
+        prmt.b32 m, w0, w1, 0x6420;
+        prmt.b32 s, w0, w1, 0x7531;
+        lop3.b32 w0, m, s, 0x7F7F7F7F, 0xE4;
+        prmt.b32 m, w2, w3, 0x6420;
+        prmt.b32 s, w2, w3, 0x7531;
+        lop3.b32 w1, m, s, 0x7F7F7F7F, 0xE4;
+        mov.b64 $0, {w0, w1};
+        }""",
+        "=l,l,l", [a, b], dtype=tl.int64, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -172,23 +208,26 @@ def _code_run(
 
 @triton.jit(do_not_specialize=["first_program", "first_region", "span"])
 def code_kernel(
-    base_ptr, columns_ptr, starts_ptr, firsts_ptr, tails_ptr, tables_ptr, coding_ptr, symbols_ptr,
+    base_ptr, columns_ptr, firsts_ptr, tails_ptr, tables_ptr, coding_ptr, symbols_ptr,
     regions_ptr, notes_ptr, counts_ptr, ends_ptr, index_ptr, first_program, first_region, span,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
-    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, WARPS: tl.constexpr, REGION: tl.constexpr,
-    NOTES: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, LOWER: tl.constexpr,
-    HEADER: tl.constexpr, ROW: tl.constexpr, CODING: tl.constexpr, KEYS: tl.constexpr,
+    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, PLANE: tl.constexpr, WARPS: tl.constexpr,
+    REGION: tl.constexpr, NOTES: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
+    LOWER: tl.constexpr, HEADER: tl.constexpr, ROW: tl.constexpr, CODING: tl.constexpr, KEYS: tl.constexpr,
     STRIDE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Code a block a warp, to the end of its region: of the tensors whose tables have this GROUP, and addends
     only where ADDENDS.
 
-    starts: the first program of each tensor, firsts: its first block among those that are coded. The programs
-    begin with `first_program`, the regions with block `first_region`. counts: words without escapes, and
-    notes, each [span]; ends: from 1 on the words of all blocks. RAGGED programs have one warp and code the
-    tails, of which the last block may be shorter than others.
+    firsts: the first block of each tensor among those that are coded; behind these, the first of the programs
+    for whole groups of blocks, and of those for tails. The programs begin with `first_program`, the regions
+    with block `first_region`. counts: words without escapes, and notes, each [span]; ends: from 1 on the
+    words of all blocks. RAGGED programs have one warp and code the tails, of which the last block may be
+    shorter than others. With PLANE, weights are bf16, and signs and mantissas are written where the plane of
+    8 bits is.
     """
     program = first_program + tl.program_id(0)
+    starts_ptr = firsts_ptr + (2 if RAGGED else 1) * ENTRIES
     row = row_of(starts_ptr, program, ENTRIES)
     tables_ptr += row * TABLE
     if (tl.load(tables_ptr + GROUP_AT) == GROUP) & (tl.load(tables_ptr + ADDENDS_AT) <= ADDENDS):
@@ -206,36 +245,44 @@ def code_kernel(
             block = number * WARPS + tl.arange(0, WARPS * LANES) // LANES  # [WARPS * LANES]
             words_ptr = weights_of(base_ptr, columns_ptr, row, tl.int64, ENTRIES)
             words_ptr += block * (LANES * RUN * RUNS * BITS // 64)
+        plane_ptr = words_ptr
+        if PLANE:
+            plane_ptr = array_of(base_ptr, columns_ptr + PLANE_AT * ENTRIES, row, tl.int64)
+            plane_ptr += block * (LANES * RUNS)
         region = tl.load(firsts_ptr + row) + block
         index = tl.load(columns_ptr + INDEX_AT * ENTRIES + row) + block
         _code_block(
-            words_ptr, coding_ptr + row.to(tl.int64) * CODING, symbols_ptr + row.to(tl.int64) * KEYS,
+            words_ptr, plane_ptr,
+            coding_ptr + row.to(tl.int64) * CODING, symbols_ptr + row.to(tl.int64) * KEYS,
             regions_ptr + (region - first_region) * REGION, notes_ptr + (region - first_region) * NOTES,
             counts_ptr + (region - first_region), ends_ptr + region + 1, index_ptr + index,
             valid, runs, span,
-            BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, WARPS, REGION, NOTES, LANES, RUN, LOWER, HEADER,
-            ROW,
+            BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, PLANE, WARPS, REGION, NOTES, LANES, RUN, LOWER,
+            HEADER, ROW,
         )  # fmt: skip
 
 
 @triton.jit
 def _code_block(
-    words_ptr, coding_ptr, symbols_ptr, region_ptr, notes_ptr, counts_ptr, end_ptr, index_ptr,
+    words_ptr, plane_ptr, coding_ptr, symbols_ptr, region_ptr, notes_ptr, counts_ptr, end_ptr, index_ptr,
     valid, runs, span,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
-    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, WARPS: tl.constexpr, REGION: tl.constexpr,
-    NOTES: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, LOWER: tl.constexpr, HEADER: tl.constexpr,
-    ROW: tl.constexpr,
+    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, PLANE: tl.constexpr, WARPS: tl.constexpr,
+    REGION: tl.constexpr, NOTES: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, LOWER: tl.constexpr,
+    HEADER: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Code the `runs` runs of a block, of `valid` weights, from the last on. Pointers are those of lanes."""
     STRIDE: tl.constexpr = LANES * RUN * BITS // 64  # of runs, in 64-bit words
     lane = tl.arange(0, WARPS * LANES) % LANES
     words_ptr += lane * (RUN * BITS // 64)
+    plane_ptr += lane
     x = tl.full([WARPS * LANES], LOWER, tl.uint32)
     p = tl.full([WARPS * LANES], REGION, tl.int32)
     q = tl.full([WARPS * LANES], NOTES, tl.int32)
     escaped = tl.zeros([WARPS * LANES], tl.int32)
     a, b, c, d, e, f, g, h = _load_run(words_ptr + (runs - 1) * STRIDE, BITS)
+    if PLANE:
+        tl.store(plane_ptr + (runs - 1) * LANES, _fields(a, b))
     x, p, q, escaped = _code_run(
         x, p, q, escaped, runs - 1, valid, a, b, c, d, e, f, g, h, lane, coding_ptr, symbols_ptr, region_ptr,
         notes_ptr, True, BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, LANES, RUN, LOWER, ROW,
@@ -245,6 +292,8 @@ def _code_block(
     for i in range(1, runs):
         run = runs - 1 - i
         na, nb, nc, nd, ne, nf, ng, nh = _load_run(words_ptr + tl.maximum(run - 1, 0) * STRIDE, BITS)
+        if PLANE:
+            tl.store(plane_ptr + run * LANES, _fields(a, b))
         x, p, q, escaped = _code_run(
             x, p, q, escaped, run, valid, a, b, c, d, e, f, g, h, lane, coding_ptr, symbols_ptr, region_ptr,
             notes_ptr, False, BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, LANES, RUN, LOWER, ROW,

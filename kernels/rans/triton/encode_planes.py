@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
+from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN
 from neuzip.kernels.rans.triton.batch import (
     ELEMENTS,
@@ -27,24 +28,30 @@ _TILE = 256
 """Runs of a program."""
 
 
+def writes_planes(fmt: FloatFormat) -> bool:
+    """Whether the kernel that codes writes the plane too, of all mantissa bits: where a field is a byte."""
+    return (fmt.bits, fmt.mantissa_bits) == (16, 7)
+
+
 def write_planes(batch: Batch, planes: Sequence[Planes | None], mantissa_bits: int) -> None:
     """Write the planes of those tensors of a batch that have some, of so many mantissa bits.
 
     Its tails have to be filled.
     """
+    sizes = batch.sizes
     has_planes = np.array([own is not None for own in planes])
-    whole = batch.whole * (BLOCK // RUN)
-    tails = whole_runs(batch.numels - batch.whole * BLOCK) // RUN
-    columns = batch.columns_with(planes)
-    for runs, is_tail in ((whole, False), (tails, True)):
-        starts = starts_of(np.where(has_planes, -(-runs // _TILE), 0))
-        if not starts[-1]:
+    whole = sizes.whole * (BLOCK // RUN)
+    tails = whole_runs(sizes.numels - sizes.whole * BLOCK) // RUN
+    starts = [starts_of(np.where(has_planes, -(-runs // _TILE), 0)) for runs in (whole, tails)]
+    columns, starts_there = batch.columns_with(planes), on_device(np.stack(starts), batch.device)
+    for is_tail, programs in enumerate(int(own[-1]) for own in starts):
+        if not programs:
             continue
         fmt = batch.fmt
         launch(
-            _planes_kernel, (int(starts[-1]),),
-            batch.base, columns, on_device([starts], batch.device), batch.tails,
-            BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=mantissa_bits, IS_TAIL=is_tail,
+            _planes_kernel, (programs,),
+            batch.base, columns, starts_there, batch.tails,
+            BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=mantissa_bits, IS_TAIL=bool(is_tail),
             STRIDE=batch.tails.shape[1], ELEMENT=ELEMENTS[fmt.bits], BLOCK=BLOCK, LANES=LANES, RUN=RUN,
             TILE=_TILE, ENTRIES=ENTRIES, num_warps=4, device=batch.device,
         )  # fmt: skip
@@ -78,6 +85,8 @@ def _planes_kernel(
     """Write the fields of a tile of a tensor's whole programs, or of its tail."""
     WIDTH: tl.constexpr = 1 + KEPT
     planes_ptr = columns_ptr + _PLANES_AT * ENTRIES
+    if IS_TAIL:
+        starts_ptr += ENTRIES
     row = row_of(starts_ptr, tl.program_id(0), ENTRIES)
     number = tl.program_id(0) - tl.load(starts_ptr + row)
     offs_r = number * TILE + tl.arange(0, TILE)

@@ -43,10 +43,10 @@ class EncoderTables:
     facts: torch.Tensor
     symbols: torch.Tensor
 
-    def row(self, number: int) -> EncoderTables:
-        """The table of one tensor."""
-        here = slice(number, number + 1)
-        return EncoderTables(self.tables[here], self.facts[here], self.symbols[here])
+    def rows(self) -> list[EncoderTables]:
+        """The table of each tensor by itself."""
+        parts = (array.split(1) for array in (self.tables, self.facts, self.symbols))
+        return [EncoderTables(*own) for own in zip(*parts, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -54,33 +54,29 @@ class EncoderTables:
         return sum(array.nbytes for array in (self.tables, self.facts, self.symbols))
 
 
-@dataclass(frozen=True)
-class HostTable:
-    """What the host knows of the table that a device made. `addends`: whether any symbol has one."""
+class HostTables:
+    """What the host knows of the tables that a device made: `words`, int32 [tensors, TABLE].
 
-    words: npt.NDArray[np.int32]
+    By tensor: `groups`, weights of a symbol; `kept_bits`, mantissa bits that any weight uses; `addends`,
+    whether a symbol is divided with an addend.
+    """
 
-    @property
-    def group(self) -> int:
-        """Weights of a symbol."""
-        return int(self.words[GROUP])
+    def __init__(self, words: npt.NDArray[np.int32]) -> None:
+        self.groups: list[int] = words[:, GROUP].tolist()
+        self.kept_bits: list[int] = words[:, KEPT].tolist()
+        self.addends: list[bool] = (words[:, ADDENDS] != 0).tolist()
+        self._palettes = words[:, PALETTE_AT:FREQUENCIES_AT].astype(np.uint16)
+        self._frequencies = words[:, FREQUENCIES_AT:TABLE].astype(np.uint16)
+        self._sizes: list[int] = words[:, SIZE].tolist()
+        # Up to the last symbol that occurs.
+        self._symbols: list[int] = (256 - (self._frequencies[:, ::-1] != 0).argmax(1)).tolist()
 
-    @property
-    def kept_bits(self) -> int:
-        """Mantissa bits that any weight uses."""
-        return int(self.words[KEPT])
-
-    @property
-    def addends(self) -> bool:
-        """Whether a symbol is divided with an addend."""
-        return bool(self.words[ADDENDS])
-
-    def table(self) -> Table:
-        """Palette and frequencies."""
-        palette = self.words[PALETTE_AT : PALETTE_AT + int(self.words[SIZE])]
-        frequencies = self.words[FREQUENCIES_AT:TABLE]
-        used = int(np.flatnonzero(frequencies)[-1]) + 1
-        return Table(self.group, palette.astype(np.uint16), frequencies[:used].astype(np.uint16))
+    def table(self, row: int) -> Table:
+        """Palette and frequencies of a tensor."""
+        palette, frequencies = self._palettes[row], self._frequencies[row]
+        return Table.unchecked(
+            self.groups[row], palette[: self._sizes[row]], frequencies[: self._symbols[row]]
+        )
 
 
 @cache

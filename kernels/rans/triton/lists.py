@@ -7,8 +7,6 @@ does nothing but arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -37,12 +35,10 @@ def starts_of(shares: Ints) -> Ints:
     return starts
 
 
-def on_device(columns: Sequence[Ints], device: torch.device) -> torch.Tensor:
+def on_device(columns: Ints, device: torch.device) -> torch.Tensor:
     """Columns, int64 [columns, ENTRIES], on a device. Nobody waits for it."""
-    host = torch.zeros(len(columns), ENTRIES, dtype=torch.int64, pin_memory=device.type == "cuda")
-    array = host.numpy()
-    for row, column in enumerate(columns):
-        array[row, : column.size] = column
+    host = torch.empty(columns.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host.numpy()[...] = columns
     return host.to(device, non_blocking=True)
 
 
