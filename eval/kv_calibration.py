@@ -194,7 +194,7 @@ class _OnePart(KVLayer):  # type: ignore[no-untyped-call]
     """A layer of a cache that hands out its keys alone quantised, or its values, for one call of a model."""
 
     def __init__(self, layer: KVLayer, part: PartName) -> None:
-        super().__init__(layer.form, layer.bits, layer.window, layer.still)
+        super().__init__(layer.form, layer.bits, layer.window, layer.path_of)
         self.part = part
 
     def update(  # type: ignore[override]

@@ -1,43 +1,113 @@
-"""Which channels of keys stay where they are while positions go by."""
+"""How positions turn the channels of keys, and the path of the center of keys that follows from it."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from neuzip.kernels.kv_cache import CenterPath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def still_channels(config: PreTrainedConfig, layer: int, wavelength: float, width: int) -> Tensor:
-    """bool [width]: the channels of a key that turn once in `wavelength` tokens or more, or not at all.
+@dataclass(frozen=True, eq=False)
+class ChannelRates:
+    """How positions turn the channels of a key.
 
-    Channels i and i + r / 2 turn by base**(-2 i / r) radians a token, where r of the `width` channels turn.
-    A model without a rotary embedding has still channels only, and so have the latents that are cached in
-    place of keys in multi-head latent attention (arXiv 2405.04434), whose width is `kv_lora_rank`. If a model
-    pairs its channels otherwise, the wrong ones count as still, which costs accuracy and is never wrong.
+    rates    fp64 [width]: radians a token, 0 for channels that do not turn, negative for the first of a pair
+    partner  int64 [width]: the channel with which each one turns, itself if it does not
+
+    Channel i of a key at position p is k[i] cos(rates[i] p) + k[partner[i]] sin(rates[i] p).
     """
-    still = torch.ones(width, dtype=torch.bool)
+
+    rates: Tensor
+    partner: Tensor
+
+    def still(self, wavelength: float) -> Tensor:
+        """bool [width]: the channels that turn once in `wavelength` tokens or more, or not at all."""
+        return (self.rates == 0) | (self.rates.abs() * wavelength <= 2 * math.pi)
+
+
+def channel_rates(config: PreTrainedConfig, layer: int, width: int) -> ChannelRates:
+    """The rates of the keys, `width` numbers each, that a layer of a model caches.
+
+    Channels i and i + r / 2 turn by base**(-2 i / r) radians a token, where r of the `width` channels turn, or
+    by what a scaled rotary embedding makes of that (transformers computes it from the config). A model
+    without a rotary embedding has no channels that turn, and neither have the latents that are cached in
+    place of keys in multi-head latent attention (arXiv 2405.04434), whose width is `kv_lora_rank`. If a model
+    pairs its channels otherwise, the center of its keys is taken and turned wrongly, which costs accuracy
+    and is never wrong.
+    """
+    rates, partner = torch.zeros(width, dtype=torch.float64), torch.arange(width)
     rope = _rope_parameters(config, layer)
     base = rope.get("rope_theta") or getattr(config, "rope_theta", None)
     if base is None or width == getattr(config, "kv_lora_rank", None):
-        return still
+        return ChannelRates(rates, partner)
     part = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     last = getattr(config, "qk_rope_head_dim", None)  # latent attention: the last channels turn
     half = (min(last, width) if last else int(width * part)) // 2
     begin = width - 2 * half if last else 0
-    slow = 2 * math.pi * float(base) ** (torch.arange(half) / max(half, 1)) >= wavelength
-    still[begin : begin + 2 * half] = slow.repeat(2)
-    return still
+    each = _scaled_rates(config, layer, rope, half)
+    if each is None:
+        each = float(base) ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
+    rates[begin : begin + 2 * half] = torch.cat([-each, each])
+    partner[begin : begin + 2 * half] = partner[begin : begin + 2 * half].roll(half)
+    return ChannelRates(rates, partner)
+
+
+def _scaled_rates(config: PreTrainedConfig, layer: int, rope: dict[str, Any], half: int) -> Tensor | None:
+    """The rates fp64 [half] of a scaled rotary embedding; None for a plain one, or if they are of another size."""
+    compute = ROPE_INIT_FUNCTIONS.get(rope.get("rope_type") or rope.get("type") or "default")
+    if compute is None or (rope.get("rope_type") or rope.get("type") or "default") == "default":
+        return None
+    kinds = getattr(config, "layer_types", None)
+    own = kinds and isinstance((getattr(config, "rope_parameters", None) or {}).get(kinds[layer]), dict)
+    takes = own and "layer_type" in inspect.signature(compute).parameters
+    found, _ = compute(config, torch.device("cpu"), **({"layer_type": kinds[layer]} if takes else {}))
+    return found.double() if found.shape == (half,) else None
 
 
 def _rope_parameters(config: PreTrainedConfig, layer: int) -> dict[str, Any]:
     """What the config says of the rotary embedding of a layer, which may be that of a kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = getattr(config, "layer_types", None)
     if kinds and isinstance(rope.get(kinds[layer]), dict):
         return dict(rope[kinds[layer]])
     return dict(rope)
+
+
+@dataclass(eq=False)
+class CenterPaths:
+    """The paths of the centers of a cache: layers whose keys turn alike share one.
+
+    wavelength  tokens in which a channel turns once, from which on it has a center
+    block       tokens of a block
+    whole       tokens at the begin of each text whose mean, the first left out, is the center
+    """
+
+    wavelength: float
+    block: int
+    whole: int
+    known: dict[tuple[object, ...], CenterPath] = field(default_factory=dict)
+
+    def path(
+        self, config: PreTrainedConfig, layer: int, width: int, tokens: int, device: torch.device
+    ) -> CenterPath:
+        """The path for keys of `width` numbers of a layer, for texts of `tokens` or more, on a device."""
+        channels = channel_rates(config, layer, width)
+        key = tuple(channels.rates.tolist()), device
+        path = self.known.get(key)
+        if path is None or len(path.table) * self.block < tokens:
+            blocks = 1 << (max(1, -(-tokens // self.block)) - 1).bit_length()
+            path = self.known[key] = CenterPath.of(
+                channels.still(self.wavelength), rates=channels.rates, partner=channels.partner,
+                block=self.block, tokens=blocks * self.block, origin=self.whole / 2, device=device,
+            )  # fmt: skip
+        return path

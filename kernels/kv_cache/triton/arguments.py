@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.quantizers import plane_widths, words
 
@@ -29,3 +31,20 @@ def whole_strides(heads: Heads) -> tuple[int, ...]:
 def center_strides(heads: Heads) -> tuple[int, ...]:
     """Strides of texts and heads of the center, or zeros where there is none."""
     return (0, 0) if heads.center is None else heads.center.stride()[:2]
+
+
+def path_arrays(heads: Heads) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The center, with which channel each one turns, and the table of angles; None where there is no center."""
+    if heads.path is None:
+        return None, None, None
+    return heads.center, heads.path.partner, heads.path.table
+
+
+def last_block(heads: Heads) -> int:
+    """The number of the last block of tokens in the table of angles."""
+    return 0 if heads.path is None else len(heads.path.table) - 1
+
+
+def block_tokens(heads: Heads) -> int:
+    """Tokens of a block with a center of its own; 1 where there is none."""
+    return 1 if heads.path is None else heads.path.block

@@ -34,7 +34,14 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
-from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides, plane_counts
+from neuzip.kernels.kv_cache.triton.arguments import (
+    block_tokens,
+    center_strides,
+    first_bit_strides,
+    last_block,
+    path_arrays,
+    plane_counts,
+)
 from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width
 from neuzip.kernels.kv_cache.triton.mma_codes import (
     group_patterns,
@@ -47,12 +54,14 @@ from neuzip.kernels.kv_cache.triton.mma_codes import (
     where_counted,
 )
 from neuzip.kernels.kv_cache.triton.mma_steps import (
+    center_logits,
     counted,
     exceed,
     key_products,
     masked_logits,
     over_rows,
     raised_bases,
+    shifts_of,
     value_factors,
     weights_of,
     with_largest_scale,
@@ -123,13 +132,14 @@ def attend(
     numbers = [_together(heads) for heads in stored]
     launch(
         _fragments_kernel, (parts.shares, heads, batch),
-        *parts.arrays, query.view(torch.int16), first, mask, length, LOG2_E * scaling * _scale_unit(keys),
+        *parts.arrays, query.view(torch.int16), first, mask, length, LOG2_E * scaling,
         *query.stride()[:2], mask_stride(mask),
         *_arguments(stored[0], numbers[0]), *_arguments(stored[1], numbers[1]), keys.capacity,
-        stored[0].capacity - STEP,
+        stored[0].capacity - STEP, *path_arrays(keys), *center_strides(keys), last_block(keys),
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
-        HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, TURN=turn_width(keys),
-        **_constants("K", keys), **_constants("V", values), **_pieces(values), V_UNIT=_scale_unit(values),
+        HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, BLOCK=block_tokens(keys),
+        TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values), **_pieces(values),
+        K_UNIT=_scale_unit(keys), V_UNIT=_scale_unit(values),
         K_SCALES=numbers[0][0].shape[3], V_SCALES=numbers[1][0].shape[3],
         COMPILED=is_compiled(_fragments_kernel), num_warps=1,
         maxnreg=launch_for("kv_cache.attend_mma", query.device, **shape)["registers"],
@@ -237,18 +247,18 @@ def _load_values(
     return values
 
 
-@triton.jit(do_not_specialize=["length_ptr", "capacity", "last_step"])
+@triton.jit(do_not_specialize=["length_ptr", "capacity", "last_step", "last_block"])
 def _fragments_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling,
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kz_ptr, kf_ptr, stride_kwb, stride_kwh, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vz_ptr, vf_ptr, stride_vwb, stride_vwh, stride_vsb, stride_vsh, stride_vfb, stride_vfh,
-    capacity, last_step,
+    capacity, last_step, center_ptr, partner_ptr, table_ptr, stride_cb, stride_ch, last_block,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    WHOLE: tl.constexpr, TURN: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, TURN: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_PLANES: tl.constexpr,
     K_ROW: tl.constexpr, K_WIDTH: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr,
-    K_FIRST: tl.constexpr, K_SCALES: tl.constexpr,
+    K_FIRST: tl.constexpr, K_SCALES: tl.constexpr, K_UNIT: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_PLANES: tl.constexpr,
     V_ROW: tl.constexpr, V_WIDTH: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
     V_FIRST: tl.constexpr, V_SCALES: tl.constexpr, V_UNIT: tl.constexpr,
@@ -301,7 +311,7 @@ def _fragments_kernel(
             query_numbers(query_ptr + row * stride_qh, row < GROUP, q, K_WIDTH, TURN, HALF, COMPILED),
         )
     unit, inverse = query_unit(queries)
-    scaling *= inverse
+    product_scaling = scaling * K_UNIT * inverse
     for n in tl.static_range(TILES):
         of_tile = query_fragments(queries[n], unit, COMPILED)
         fragments += (of_tile,)
@@ -316,6 +326,19 @@ def _fragments_kernel(
             of_tile += ((zero, zero),)
         weight_sums += (of_tile,)
 
+    now, before = (), ()
+    if center_ptr is not None:  # of the block in which the last token of a step lies, and of the one before
+        center_ptr += text * stride_cb + head * stride_ch
+        block = tl.maximum(at + (_STEP - 1) - first, 0) // BLOCK
+        now = center_logits(
+            query_ptr, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block, scaling,
+            GROUP, K_WIDTH, HALF,
+        )  # fmt: skip
+        before = center_logits(
+            query_ptr, stride_qh, center_ptr, partner_ptr, table_ptr, block - 1, last_block, scaling,
+            GROUP, K_WIDTH, HALF,
+        )  # fmt: skip
+
     for begin_of_step in range(begin, end, _STEP):
         counts = counted(r + at, begin_of_step, end, first, WHOLE)
         is_first = r + at == first, r + at + 8 == first
@@ -323,7 +346,18 @@ def _fragments_kernel(
             keys, k_extras, is_first, fragments, query_sums,
             K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, COMPILED,
         )  # fmt: skip
-        logits = masked_logits(logits, mask_ptr, r + at, counts, scaling, MASK_IS_BOOL)
+        shifts = ()
+        if center_ptr is not None:
+            its = tl.maximum(at + (_STEP - 1) - first, 0) // BLOCK
+            if its != block:
+                block = its
+                before = now
+                now = center_logits(
+                    query_ptr, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block, scaling,
+                    GROUP, K_WIDTH, HALF,
+                )  # fmt: skip
+            shifts = shifts_of(now, before, r + at - first, block * BLOCK)
+        logits = masked_logits(logits, shifts, mask_ptr, r + at, counts, product_scaling, MASK_IS_BOOL)
         after = tl.minimum(begin_of_step + _STEP, last_step)
         keys = _load_keys(k_rows, ks_rows, kz_rows, after, q, K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES)
         scales = where_counted(factors[0][0], counts[0]), where_counted(factors[1][0], counts[1])

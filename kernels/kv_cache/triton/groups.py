@@ -1,4 +1,4 @@
-"""Rotated heads in groups, in Triton: the bits that `quantizers.hadamard` and `quantizers.kv_groups` give."""
+"""Rotated heads in groups, in Triton: the bits of `quantizers.hadamard`, `quantizers.kv_groups` and centers."""
 
 from __future__ import annotations
 
@@ -48,3 +48,28 @@ def turned(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr):
 def scale_of_byte(byte):
     """The fp32 number that a scale byte, int32, stands for."""
     return (byte << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * _UNIT
+
+
+@triton.jit
+def center_at(center, partner, table_ptr, block, last_block, columns, real, width):
+    """The center in a block, fp32 as `columns`: `center` and that of the partners, turned by the block's angle."""
+    row = table_ptr + tl.minimum(tl.maximum(block, 0), last_block).to(tl.int64) * (2 * width)
+    cosine = tl.load(row + columns, mask=real, other=0.0)
+    sine = tl.load(row + width + columns, mask=real, other=0.0)
+    return center * cosine + partner * sine
+
+
+@triton.jit
+def centers_of_rows(
+    center, partner, table_ptr, place, begin, last_block, columns, real,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The center in the block of each token, fp32 [ROWS, COLUMNS]; ROWS is at most BLOCK.
+
+    `place` [ROWS] counts from the first token of a text, and `begin` is the first of them. Tokens before the
+    text, with negative places, get any number.
+    """
+    block = tl.maximum(begin, 0) // BLOCK
+    one = center_at(center, partner, table_ptr, block, last_block, columns, real, WIDTH)
+    other = center_at(center, partner, table_ptr, block + 1, last_block, columns, real, WIDTH)
+    return tl.where((place >= (block + 1) * BLOCK)[:, None], other[None, :], one[None, :])

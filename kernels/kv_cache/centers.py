@@ -1,0 +1,88 @@
+"""Centers of keys: the mean of a text's first tokens, turned on as the rotary embedding turns keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+LEAST_BLOCK = 64
+"""Tokens of a block at least: a program that stores, loads or attends meets two blocks at most at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class CenterPath:
+    """Which channels of a head have a center, and how it turns on from one block of tokens to the next.
+
+    still    bool [width]: the channels that have a center
+    partner  int32 [width]: the channel with which each one turns, itself if positions do not turn it
+    table    fp32 [blocks, 2, width]: cosine and sine of the angle in the middle of each block; the sine is
+             negative for the first channel of a pair. Blocks behind the last are as the last
+    block    tokens of a block, LEAST_BLOCK or more; the first block begins with the first token of a text
+
+    The center of block b is center * table[b, 0] + center[partner] * table[b, 1]. A rotary embedding adds
+    the angle rate * position to that of a key (arXiv 2104.09864, equation 34), so a part that all keys had in
+    common before goes on turning, and a mean of early tokens is far from it after half a turn.
+    """
+
+    still: Tensor
+    partner: Tensor
+    table: Tensor
+    block: int
+
+    @classmethod
+    def of(
+        cls,
+        still: Tensor,
+        *,
+        rates: Tensor | None = None,
+        partner: Tensor | None = None,
+        block: int = LEAST_BLOCK,
+        tokens: int = 1,
+        origin: float = 0.0,
+        device: torch.device | None = None,
+    ) -> CenterPath:
+        """The path for texts of so many `tokens`, of a mean that was taken around position `origin`.
+
+        `rates` fp64 [width] are radians a token, negative for the first channel of a pair; None: nothing
+        turns. Raises ValueError for a smaller block than LEAST_BLOCK.
+        """
+        if block < LEAST_BLOCK:
+            raise ValueError(f"`block={block}`: a block of a center has {LEAST_BLOCK} tokens or more")
+        width = len(still)
+        rates = torch.zeros(width, dtype=torch.float64) if rates is None else rates
+        partner = torch.arange(width) if partner is None else partner
+        middles = torch.arange(max(1, -(-tokens // block)), dtype=torch.float64) * block + (block - 1) / 2
+        angles = (middles - origin)[:, None] * rates
+        table = torch.stack([angles.cos(), angles.sin()], 1).float()
+        return cls(still, partner.int(), table, block).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.still.nbytes + self.partner.nbytes + self.table.nbytes
+
+    def to(self, device: torch.device | None) -> CenterPath:
+        """The same path on another device."""
+        arrays = {name: getattr(self, name).to(device) for name in ("still", "partner", "table")}
+        return replace(self, **arrays)
+
+    def at(self, center: Tensor, block: int) -> Tensor:
+        """The center fp32 [..., width] in a block: one rounding an operation."""
+        cosine, sine = self.table[min(block, len(self.table) - 1)]
+        return center * cosine + center[..., self.partner.long()] * sine
+
+    def move(self, x: Tensor, center: Tensor, first: Tensor, whole: int, sign: int) -> None:
+        """Add `sign` times the centers fp32 [B, H, width] to x fp32 [B, H, T, width], in place.
+
+        Token first[b] of x is the first of text b. The `whole` tokens from there on, and those before, stay.
+        """
+        tokens = x.shape[2]
+        for text, place in enumerate(first.tolist()):
+            begin = max(place + whole, 0)
+            while begin < tokens:
+                block = (begin - place) // self.block
+                end = min(place + (block + 1) * self.block, tokens)
+                x[text, :, begin:end] += sign * self.at(center[text], block)[:, None]
+                begin = end
