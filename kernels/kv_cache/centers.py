@@ -15,21 +15,24 @@ LEAST_BLOCK = 64
 class CenterPath:
     """Which channels of a head have a center, and how it turns on from one block of tokens to the next.
 
-    still    bool [width]: the channels that have a center
-    partner  int32 [width]: the channel with which each one turns, itself if positions do not turn it
-    table    fp32 [blocks, 2, width]: cosine and sine of the angle in the middle of each block; the sine is
-             negative for the first channel of a pair. Blocks behind the last are as the last
-    block    tokens of a block, LEAST_BLOCK or more; the first block begins with the first token of a text
+    still  bool [width]: the channels that have a center
+    table  fp32 [blocks, 2, width]: cosine and sine of the angle in the middle of each block; the sine is
+           negative for the first channel of a pair. Blocks behind the last are as the last
+    block  tokens of a block, LEAST_BLOCK or more; the first block begins with the first token of a text
+    begin  the first channel that positions turn
+    half   how many pairs turn: the channels `begin` + i and `begin` + `half` + i
 
-    The center of block b is center * table[b, 0] + center[partner] * table[b, 1]. A rotary embedding adds
-    the angle rate * position to that of a key (arXiv 2104.09864, equation 34), so a part that all keys had in
-    common before goes on turning, and a mean of early tokens is far from it after half a turn.
+    The center of block b is center * table[b, 0] + partner * table[b, 1], where `partner` is that of the
+    other channel of a pair. A rotary embedding adds the angle rate * position to that of a key (arXiv
+    2104.09864, equation 34), so a part that all keys had in common before goes on turning, and a mean of
+    early tokens is far from it after half a turn.
     """
 
     still: Tensor
-    partner: Tensor
     table: Tensor
     block: int
+    begin: int
+    half: int
 
     @classmethod
     def of(
@@ -37,7 +40,7 @@ class CenterPath:
         still: Tensor,
         *,
         rates: Tensor | None = None,
-        partner: Tensor | None = None,
+        begin: int = 0,
         block: int = LEAST_BLOCK,
         tokens: int = 1,
         origin: float = 0.0,
@@ -45,33 +48,36 @@ class CenterPath:
     ) -> CenterPath:
         """The path for texts of so many `tokens`, of a mean that was taken around position `origin`.
 
-        `rates` fp64 [width] are radians a token, negative for the first channel of a pair; None: nothing
-        turns. Raises ValueError for a smaller block than LEAST_BLOCK.
+        `rates` fp64 [pairs] are radians a token, of the pairs from channel `begin` on; None: nothing turns.
+        Raises ValueError for a smaller block than LEAST_BLOCK.
         """
         if block < LEAST_BLOCK:
             raise ValueError(f"`block={block}`: a block of a center has {LEAST_BLOCK} tokens or more")
-        width = len(still)
-        rates = torch.zeros(width, dtype=torch.float64) if rates is None else rates
-        partner = torch.arange(width) if partner is None else partner
+        half = 0 if rates is None else len(rates)
+        signed = torch.zeros(len(still), dtype=torch.float64)
+        if rates is not None:
+            signed[begin : begin + 2 * half] = torch.cat([-rates, rates])
         middles = torch.arange(max(1, -(-tokens // block)), dtype=torch.float64) * block + (block - 1) / 2
-        angles = (middles - origin)[:, None] * rates
+        angles = (middles - origin)[:, None] * signed
         table = torch.stack([angles.cos(), angles.sin()], 1).float()
-        return cls(still, partner.int(), table, block).to(device)
+        return cls(still, table, block, begin, half).to(device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return self.still.nbytes + self.partner.nbytes + self.table.nbytes
+        return self.still.nbytes + self.table.nbytes
 
     def to(self, device: torch.device | None) -> CenterPath:
         """The same path on another device."""
-        arrays = {name: getattr(self, name).to(device) for name in ("still", "partner", "table")}
-        return replace(self, **arrays)
+        return replace(self, still=self.still.to(device), table=self.table.to(device))
 
     def at(self, center: Tensor, block: int) -> Tensor:
         """The center fp32 [..., width] in a block: one rounding an operation."""
         cosine, sine = self.table[min(block, len(self.table) - 1)]
-        return center * cosine + center[..., self.partner.long()] * sine
+        end = self.begin + 2 * self.half
+        partner = center.clone()
+        partner[..., self.begin : end] = center[..., self.begin : end].roll(self.half, -1)
+        return center * cosine + partner * sine
 
     def move(self, x: Tensor, center: Tensor, first: Tensor, whole: int, sign: int) -> None:
         """Add `sign` times the centers fp32 [B, H, width] to x fp32 [B, H, T, width], in place.

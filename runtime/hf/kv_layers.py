@@ -45,7 +45,7 @@ class HeadForm:
     value_group: int | None
     whole: int = 0
     still_wavelength: float = math.inf
-    center_block: int = 256
+    center_block: int = 128
 
     def __post_init__(self) -> None:
         groups = [group for group in (self.key_group, self.value_group) if group is not None]
@@ -56,7 +56,7 @@ class HeadForm:
 
 
 FORMS: dict[KvForm, HeadForm] = {
-    "rotated": HeadForm(key_group=32, value_group=64, whole=6, still_wavelength=1024.0),
+    "rotated": HeadForm(key_group=32, value_group=64, whole=6, still_wavelength=512.0),
     "a4.8": HeadForm(key_group=None, value_group=None),
 }
 """The forms by their names."""

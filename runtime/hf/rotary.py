@@ -19,20 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ChannelRates:
-    """How positions turn the channels of a key.
+    """How positions turn the channels of a key of `width` numbers.
 
-    rates    fp64 [width]: radians a token, 0 for channels that do not turn, negative for the first of a pair
-    partner  int64 [width]: the channel with which each one turns, itself if it does not
-
-    Channel i of a key at position p is k[i] cos(rates[i] p) + k[partner[i]] sin(rates[i] p).
+    rates  fp64 [pairs]: radians a token by which a pair turns
+    begin  the first channel that turns; pair i is the channels begin + i and begin + pairs + i
     """
 
+    width: int
     rates: Tensor
-    partner: Tensor
+    begin: int
 
     def still(self, wavelength: float) -> Tensor:
         """bool [width]: the channels that turn once in `wavelength` tokens or more, or not at all."""
-        return (self.rates == 0) | (self.rates.abs() * wavelength <= 2 * math.pi)
+        still = torch.ones(self.width, dtype=torch.bool)
+        slow = self.rates * wavelength <= 2 * math.pi
+        still[self.begin : self.begin + 2 * len(slow)] = slow.repeat(2)
+        return still
 
 
 def channel_rates(config: PreTrainedConfig, layer: int, width: int) -> ChannelRates:
@@ -45,25 +47,21 @@ def channel_rates(config: PreTrainedConfig, layer: int, width: int) -> ChannelRa
     pairs its channels otherwise, the center of its keys is taken and turned wrongly, which costs accuracy
     and is never wrong.
     """
-    rates, partner = torch.zeros(width, dtype=torch.float64), torch.arange(width)
     rope = _rope_parameters(config, layer)
     base = rope.get("rope_theta") or getattr(config, "rope_theta", None)
     if base is None or width == getattr(config, "kv_lora_rank", None):
-        return ChannelRates(rates, partner)
+        return ChannelRates(width, torch.zeros(0, dtype=torch.float64), 0)
     part = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     last = getattr(config, "qk_rope_head_dim", None)  # latent attention: the last channels turn
-    half = (min(last, width) if last else int(width * part)) // 2
-    begin = width - 2 * half if last else 0
-    each = _scaled_rates(config, layer, rope, half)
-    if each is None:
-        each = float(base) ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
-    rates[begin : begin + 2 * half] = torch.cat([-each, each])
-    partner[begin : begin + 2 * half] = partner[begin : begin + 2 * half].roll(half)
-    return ChannelRates(rates, partner)
+    pairs = (min(last, width) if last else int(width * part)) // 2
+    rates = _scaled_rates(config, layer, rope, pairs)
+    if rates is None:
+        rates = float(base) ** (-torch.arange(pairs, dtype=torch.float64) / max(pairs, 1))
+    return ChannelRates(width, rates, width - 2 * pairs if last else 0)
 
 
-def _scaled_rates(config: PreTrainedConfig, layer: int, rope: dict[str, Any], half: int) -> Tensor | None:
-    """The rates fp64 [half] of a scaled rotary embedding; None for a plain one, or if they are of another size."""
+def _scaled_rates(config: PreTrainedConfig, layer: int, rope: dict[str, Any], pairs: int) -> Tensor | None:
+    """The rates fp64 [pairs] of a scaled rotary embedding; None for a plain one, or for another number."""
     compute = ROPE_INIT_FUNCTIONS.get(rope.get("rope_type") or rope.get("type") or "default")
     if compute is None or (rope.get("rope_type") or rope.get("type") or "default") == "default":
         return None
@@ -71,7 +69,7 @@ def _scaled_rates(config: PreTrainedConfig, layer: int, rope: dict[str, Any], ha
     own = kinds and isinstance((getattr(config, "rope_parameters", None) or {}).get(kinds[layer]), dict)
     takes = own and "layer_type" in inspect.signature(compute).parameters
     found, _ = compute(config, torch.device("cpu"), **({"layer_type": kinds[layer]} if takes else {}))
-    return found.double() if found.shape == (half,) else None
+    return found.double() if found.shape == (pairs,) else None
 
 
 def _rope_parameters(config: PreTrainedConfig, layer: int) -> dict[str, Any]:
@@ -102,12 +100,12 @@ class CenterPaths:
     ) -> CenterPath:
         """The path for keys of `width` numbers of a layer, for texts of `tokens` or more, on a device."""
         channels = channel_rates(config, layer, width)
-        key = tuple(channels.rates.tolist()), device
+        key = tuple(channels.rates.tolist()), channels.begin, width, device
         path = self.known.get(key)
         if path is None or len(path.table) * self.block < tokens:
             blocks = 1 << (max(1, -(-tokens // self.block)) - 1).bit_length()
             path = self.known[key] = CenterPath.of(
-                channels.still(self.wavelength), rates=channels.rates, partner=channels.partner,
+                channels.still(self.wavelength), rates=channels.rates, begin=channels.begin,
                 block=self.block, tokens=blocks * self.block, origin=self.whole / 2, device=device,
             )  # fmt: skip
         return path

@@ -46,14 +46,9 @@ def room(
 
 def turning_path(width: int, tokens: int) -> CenterPath:
     """Two of three channels have a center; half of those turn, by up to half a turn in 64 tokens."""
-    half = width // 4
-    rates = torch.zeros(width, dtype=torch.float64)
-    rates[: 2 * half] = torch.linspace(0.01, 0.05, half, dtype=torch.float64).repeat(2)
-    rates[:half] *= -1
-    partner = torch.arange(width)
-    partner[: 2 * half] = partner[: 2 * half].roll(half)
+    rates = torch.linspace(0.01, 0.05, width // 4, dtype=torch.float64)
     return CenterPath.of(
-        torch.arange(width) % 3 > 0, rates=rates, partner=partner, block=64, tokens=tokens, origin=2.0
+        torch.arange(width) % 3 > 0, rates=rates, begin=2, block=64, tokens=tokens, origin=2.0
     )
 
 

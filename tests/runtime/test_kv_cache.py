@@ -498,14 +498,16 @@ def plain_rounded(x: Tensor, first: int, bits: int, rates: ChannelRates | None) 
 def rotated_rounded(x: Tensor, first: int, bits: int, rates: ChannelRates | None) -> Tensor:
     """x [H, N, width]: six tokens from `first` on as they are, and keys less the mean of five of them.
 
-    That mean is turned from about token 3 to the middle of the first 256 tokens.
+    That mean is turned from about token 3 to the middle of the first 128 tokens.
     """
     center = torch.zeros_like(x)
     if rates is not None and x.shape[1] > first + 6:
         a, b, c, d, e = x[:, first + 1 : first + 6].unbind(1)
-        mean = (a + b + c + d + e) * (1 / 5) * rates.still(1024)
-        angle = rates.rates * (255 / 2 - 3)
-        turned = mean * angle.cos().float() + mean[:, rates.partner] * angle.sin().float()
+        mean = (a + b + c + d + e) * (1 / 5) * rates.still(512)
+        angle = rates.rates * (127 / 2 - 3)
+        cos, sin = angle.cos().float(), angle.sin().float()
+        one, other = mean[:, : 2 * len(angle)].chunk(2, -1)
+        turned = torch.cat([one * cos - other * sin, other * cos + one * sin, mean[:, 2 * len(angle) :]], -1)
         center[:, first + 6 :] = turned[:, None]
     coded = (
         hadamard(quantize_groups(hadamard(x - center), bits, 64 if rates is None else 32).dequantize())
@@ -632,7 +634,8 @@ def test_memory_is_counted_with_its_room(llama: PreTrainedModel, ids: Tensor):
     assert cache.nbytes == 0
     logits(llama, ids, cache, [20])
     texts, layers, heads, whole = 2, 2, 2, 6 * 16 * 4
-    fixed = layers * (texts * heads * (2 * whole + 16 * 4) + 16)  # keys have a center, and its channels
+    path = 16 + 2 * 2 * 16 * 4  # of all layers: the channels of a center, and angles for 256 tokens
+    fixed = layers * (texts * heads * (2 * whole + 16 * 4)) + path
     assert cache.nbytes == fixed + 2 * layers * texts * heads * kv_layers.GROWTH * (8 + 2)
     static = KVCache(llama.config, 4, max_length=30, form="a4.8")
     logits(llama, ids, static, [20])
@@ -811,7 +814,8 @@ def test_generate_says_what_its_cache_took(neuzip):
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu",
         "--json",
     ).json  # fmt: skip
-    fixed = 6 * (2 * (2 * 6 * 32 * 2 + 32 * 4) + 32)  # first tokens in bf16, the center of keys, its channels
+    # First tokens in bf16, the center of keys; its channels and angles for 256 tokens, of all layers
+    fixed = 6 * (2 * (2 * 6 * 32 * 2 + 32 * 4)) + 32 + 2 * 2 * 32 * 4
     assert (answer["kv_bits"], answer["kv_bytes"]) == (4, fixed + 6 * 2 * 2 * kv_layers.GROWTH * (16 + 2))
 
 

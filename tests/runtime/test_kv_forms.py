@@ -212,39 +212,34 @@ def test_the_mean_of_the_whole_tokens_is_taken_from_still_channels():
 
 def test_a_center_turns_from_block_to_block():
     """Against complex numbers in fp64; behind the last block of the table it stays."""
-    rates, partner = torch.tensor([-0.01, -0.002, 0.01, 0.002, 0.0]).double(), torch.tensor([2, 3, 0, 1, 4])
-    path = CenterPath.of(
-        torch.ones(5, dtype=torch.bool), rates=rates, partner=partner, block=64, tokens=200, origin=2.5
-    )
-    center = torch.tensor([[3.0, -1.0, 0.5, 2.0, 7.0]])
-    pairs = torch.complex(center[0, :2].double(), center[0, 2:4].double())
+    rates = torch.tensor([0.01, 0.002]).double()
+    every = torch.ones(6, dtype=torch.bool)
+    path = CenterPath.of(every, rates=rates, begin=1, block=64, tokens=200, origin=2.5)
+    center = torch.tensor([[5.0, 3.0, -1.0, 0.5, 2.0, 7.0]])
+    pairs = torch.complex(center[0, 1:3].double(), center[0, 3:5].double())
     for block in (0, 1, 3, 4):
-        angle = rates[2:4] * (min(block, 3) * 64 + 31.5 - 2.5)
-        turned = pairs * torch.polar(torch.ones(2).double(), angle)
-        expected = torch.cat([turned.real, turned.imag, torch.tensor([7.0])]).float()
+        turned = pairs * torch.polar(torch.ones(2).double(), rates * (min(block, 3) * 64 + 31.5 - 2.5))
+        expected = torch.cat([center[0, :1], turned.real.float(), turned.imag.float(), center[0, 5:]])
         assert torch.allclose(path.at(center, block)[0], expected, atol=1e-6)
-    assert path.nbytes == 5 + 5 * 4 + 4 * 2 * 5 * 4
+    assert path.nbytes == 6 + 4 * 2 * 6 * 4
     with pytest.raises(ValueError, match="`block=63`: a block of a center has 64 tokens or more"):
-        CenterPath.of(torch.ones(5, dtype=torch.bool), block=63)
+        CenterPath.of(every, block=63)
 
 
 def test_a_part_that_keys_have_in_common_is_subtracted_far_into_a_text():
     """What a rotary embedding makes of it: half a turn in 2,048 tokens, after which its mean is far off."""
-    tokens, half = 2048, 32
-    rates = torch.full((half,), math.pi / tokens, dtype=torch.float64).repeat(2)
-    rates[:half] *= -1
-    partner = torch.arange(2 * half).roll(half)
-    angle = torch.arange(tokens)[:, None] * rates
-    common = torch.full((2 * half,), 8.0, dtype=torch.float64)
-    x = torch.randn(1, 1, tokens, 2 * half, generator=torch.Generator().manual_seed(0))
-    x += (common * angle.cos() + common[partner] * angle.sin()).float()
-    still = torch.ones(2 * half, dtype=torch.bool)
+    tokens, pairs = 2048, 32
+    rates = torch.full((pairs,), math.pi / tokens, dtype=torch.float64)
+    turned = 8 * torch.polar(torch.ones(tokens, pairs).double(), torch.arange(tokens)[:, None] * rates)
+    x = torch.randn(1, 1, tokens, 2 * pairs, generator=torch.Generator().manual_seed(0))
+    x += torch.cat([turned.real, turned.imag], -1).float()
+    still = torch.ones(2 * pairs, dtype=torch.bool)
     lost = {}
     for name, path in (
-        ("turns", CenterPath.of(still, rates=rates, partner=partner, block=256, tokens=tokens, origin=2.0)),
+        ("turns", CenterPath.of(still, rates=rates, block=256, tokens=tokens, origin=2.0)),
         ("stays", CenterPath.of(still)),
     ):
-        heads = room((1, 1, tokens, 2 * half), 4, path=path)
+        heads = room((1, 1, tokens, 2 * pairs), 4, path=path)
         kv_cache.store([heads], [x], 0, torch.tensor([0]))
         off = (kv_cache.load(heads, torch.tensor([0]), torch.float32) - x)[0, 0].square().mean(1)
         lost[name] = float(off[-256:].mean() / off[4:256].mean())
@@ -353,8 +348,11 @@ def test_channels_turn_as_a_models_positions_turn_them(config: Any):
         model(torch.full((1, 60), 5), past_key_values=cache)
     keys = cache.layers[0].keys.double()
     channels = channel_rates(config, 0, keys.shape[-1])
-    angles = torch.arange(60)[:, None] * channels.rates
-    expected = keys[:, :, :1] * angles.cos() + keys[:, :, :1, channels.partner] * angles.sin()
+    begin, pairs = channels.begin, len(channels.rates)
+    first = torch.complex(*keys[:, :, :1, begin : begin + 2 * pairs].chunk(2, -1))
+    turned = first * torch.polar(torch.ones(60, pairs).double(), torch.arange(60)[:, None] * channels.rates)
+    expected = keys[:, :, :1].expand_as(keys).clone()
+    expected[..., begin : begin + 2 * pairs] = torch.cat([turned.real, turned.imag], -1)
     assert (keys - expected).abs().max() < 1e-5 * keys.abs().max() * 60
 
 
@@ -362,7 +360,7 @@ def test_the_last_channels_of_whole_latent_keys_turn():
     """transformers 4.57 caches keys and values, not latents."""
     found = channel_rates(LATENT, 0, 24)
     assert found.still(math.inf).tolist() == [True] * 16 + [False] * 8
-    assert found.partner.tolist() == [*range(16), 20, 21, 22, 23, 16, 17, 18, 19]
+    assert (found.begin, len(found.rates)) == (16, 4)
 
 
 def test_latents_are_quantised_and_no_kernel_reads_them():

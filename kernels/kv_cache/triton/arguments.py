@@ -33,11 +33,9 @@ def center_strides(heads: Heads) -> tuple[int, ...]:
     return (0, 0) if heads.center is None else heads.center.stride()[:2]
 
 
-def path_arrays(heads: Heads) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The center, with which channel each one turns, and the table of angles; None where there is no center."""
-    if heads.path is None:
-        return None, None, None
-    return heads.center, heads.path.partner, heads.path.table
+def path_arrays(heads: Heads) -> tuple[Tensor | None, Tensor | None]:
+    """The center and the table of its angles; None where there is none."""
+    return heads.center, None if heads.path is None else heads.path.table
 
 
 def last_block(heads: Heads) -> int:
@@ -45,6 +43,6 @@ def last_block(heads: Heads) -> int:
     return 0 if heads.path is None else len(heads.path.table) - 1
 
 
-def block_tokens(heads: Heads) -> int:
-    """Tokens of a block with a center of its own; 1 where there is none."""
-    return 1 if heads.path is None else heads.path.block
+def path_constants(heads: Heads) -> tuple[int, int, int]:
+    """Tokens of a block with a center of its own, and which channels turn: the first, and pairs of them."""
+    return (1, 0, 0) if heads.path is None else (heads.path.block, heads.path.begin, heads.path.half)

@@ -21,14 +21,21 @@ from neuzip.kernels.device.floats import widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import (
-    block_tokens,
     center_strides,
     first_bit_strides,
     last_block,
     path_arrays,
+    path_constants,
     plane_counts,
 )
-from neuzip.kernels.kv_cache.triton.groups import center_at, group_width, scale_of_byte, turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import (
+    block_of,
+    group_width,
+    loaded_center,
+    scale_of_byte,
+    turn_width,
+    turned,
+)
 from neuzip.kernels.kv_cache.triton.shares import (
     LOG2_E,
     QUERIES,
@@ -76,7 +83,7 @@ def attend(
         *path_arrays(keys), *center_strides(keys), last_block(keys),
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
         MULTIPLIED=_multiplied(query.dtype), GROUP=group, QUERIES=QUERIES, STEP=tile["step"],
-        WHOLE=keys.whole, BLOCK=block_tokens(keys), TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values),
+        WHOLE=keys.whole, PATH=path_constants(keys), TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values),
         num_warps=config["num_warps"], num_stages=config["num_stages"], pdl=True, device=query.device,
     )  # fmt: skip
     return join(query, keys, values, first, parts, scaling=scaling, length=length, mask=mask)
@@ -188,20 +195,16 @@ def numbers_of(
 
 @triton.jit
 def _center_logits(
-    query_ptr, rows, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block, scaling, real,
-    width, COLUMNS: tl.constexpr,
+    query_ptr, rows, stride_qh, center_ptr, table_ptr, block, last_block, scaling, real, width,
+    COLUMNS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """What the center of a block adds to the logits of its tokens: fp32 [QUERIES], 0 before the first block."""
     columns = tl.arange(0, COLUMNS)
     there = columns < width
     q = tl.load(
-        query_ptr + rows[:, None] * stride_qh + columns[None, :],
-        mask=real[:, None] & there[None, :],
-        other=0.0,
+        query_ptr + rows[:, None] * stride_qh + columns[None, :], mask=real[:, None] & there[None, :], other=0.0
     )
-    center = tl.load(center_ptr + columns, mask=there, other=0.0)
-    partner = tl.load(center_ptr + tl.load(partner_ptr + columns, mask=there, other=0), mask=there, other=0.0)
-    center = center_at(center, partner, table_ptr, block, last_block, columns, there, width)
+    center = loaded_center(center_ptr, table_ptr, block, last_block, columns, there, width, PATH)
     return tl.where(block >= 0, tl.sum(widened(q) * center[None, :], 1) * scaling, 0.0)
 
 
@@ -213,10 +216,10 @@ def _share_kernel(
     stride_kwb, stride_kwh, stride_kwt, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vz_ptr, vf_ptr,
     stride_vwb, stride_vwh, stride_vwt, stride_vsb, stride_vsh, stride_vfb, stride_vfh, capacity,
-    center_ptr, partner_ptr, table_ptr, stride_cb, stride_ch, last_block,
+    center_ptr, table_ptr, stride_cb, stride_ch, last_block,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, MULTIPLIED: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, TURN: tl.constexpr,
+    WHOLE: tl.constexpr, PATH: tl.constexpr, TURN: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_COLUMNS: tl.constexpr,
     K_FIRST: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_COLUMNS: tl.constexpr,
@@ -259,18 +262,15 @@ def _share_kernel(
     weight = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, V_COLUMNS], tl.float32)
     rows = tl.arange(0, STEP)
-    if center_ptr is not None:  # of the block in which the last token of a step lies, and of the one before
+    if center_ptr is not None:
         center_ptr += text * stride_cb + head * stride_ch
         query_ptr += text * stride_qb
         real = offs_q < GROUP
-        block = tl.maximum(begin + STEP - 1 - first, 0) // BLOCK
-        of_block = _center_logits(
-            query_ptr, queries, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block, scaling,
-            real, k_width, K_COLUMNS,
-        )  # fmt: skip
-        of_last = _center_logits(
-            query_ptr, queries, stride_qh, center_ptr, partner_ptr, table_ptr, block - 1, last_block, scaling,
-            real, k_width, K_COLUMNS,
+        block = block_of(begin - first, PATH)
+        next_block = first + (block + 1) * PATH[0]
+        center_logits = _center_logits(
+            query_ptr, queries, stride_qh, center_ptr, table_ptr, block, last_block, scaling, real, k_width,
+            K_COLUMNS, PATH,
         )  # fmt: skip
     for at in range(begin, end, STEP):
         tokens = at + rows
@@ -283,16 +283,17 @@ def _share_kernel(
         ).to(MULTIPLIED)  # fmt: skip
         logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scaling  # [QUERIES, STEP]
         if center_ptr is not None:
-            its = tl.maximum(at + STEP - 1 - first, 0) // BLOCK
-            if its != block:
-                block = its
-                of_last = of_block
-                of_block = _center_logits(
-                    query_ptr, queries, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block,
-                    scaling, real, k_width, K_COLUMNS,
+            logits += center_logits[:, None]
+            if at + STEP > next_block:  # it begins within this step, or with it
+                block += 1
+                more = center_logits
+                center_logits = _center_logits(
+                    query_ptr, queries, stride_qh, center_ptr, table_ptr, block, last_block, scaling, real,
+                    k_width, K_COLUMNS, PATH,
                 )  # fmt: skip
-            in_block = tokens - first >= block * BLOCK
-            logits += tl.where(in_block[None, :], of_block[:, None], of_last[:, None])
+                more = center_logits - more
+                logits += tl.where((tokens >= next_block)[None, :], more[:, None], 0.0)
+                next_block += PATH[0]
         if WHOLE > 0:
             there = there & ((tokens < first) | (tokens >= first + WHOLE))
         if mask_ptr is not None:

@@ -35,14 +35,14 @@ from triton.language.extra import cuda
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import (
-    block_tokens,
     center_strides,
     first_bit_strides,
     last_block,
     path_arrays,
+    path_constants,
     plane_counts,
 )
-from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width
+from neuzip.kernels.kv_cache.triton.groups import block_of, group_width, turn_width
 from neuzip.kernels.kv_cache.triton.mma_codes import (
     group_patterns,
     group_sums,
@@ -61,10 +61,10 @@ from neuzip.kernels.kv_cache.triton.mma_steps import (
     masked_logits,
     over_rows,
     raised_bases,
-    shifts_of,
     value_factors,
     weights_of,
     with_largest_scale,
+    with_next_center,
     with_values,
     with_weights,
 )
@@ -137,7 +137,7 @@ def attend(
         *_arguments(stored[0], numbers[0]), *_arguments(stored[1], numbers[1]), keys.capacity,
         stored[0].capacity - STEP, *path_arrays(keys), *center_strides(keys), last_block(keys),
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
-        HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, BLOCK=block_tokens(keys),
+        HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, PATH=path_constants(keys),
         TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values), **_pieces(values),
         K_UNIT=_scale_unit(keys), V_UNIT=_scale_unit(values),
         K_SCALES=numbers[0][0].shape[3], V_SCALES=numbers[1][0].shape[3],
@@ -253,9 +253,9 @@ def _fragments_kernel(
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kz_ptr, kf_ptr, stride_kwb, stride_kwh, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vz_ptr, vf_ptr, stride_vwb, stride_vwh, stride_vsb, stride_vsh, stride_vfb, stride_vfh,
-    capacity, last_step, center_ptr, partner_ptr, table_ptr, stride_cb, stride_ch, last_block,
+    capacity, last_step, center_ptr, table_ptr, stride_cb, stride_ch, last_block,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, TURN: tl.constexpr,
+    WHOLE: tl.constexpr, PATH: tl.constexpr, TURN: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_PLANES: tl.constexpr,
     K_ROW: tl.constexpr, K_WIDTH: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr,
     K_FIRST: tl.constexpr, K_SCALES: tl.constexpr, K_UNIT: tl.constexpr,
@@ -326,18 +326,14 @@ def _fragments_kernel(
             of_tile += ((zero, zero),)
         weight_sums += (of_tile,)
 
-    now, before = (), ()
-    if center_ptr is not None:  # of the block in which the last token of a step lies, and of the one before
+    centers = ()
+    if center_ptr is not None:
         center_ptr += text * stride_cb + head * stride_ch
-        block = tl.maximum(at + (_STEP - 1) - first, 0) // BLOCK
-        now = center_logits(
-            query_ptr, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block, scaling,
-            GROUP, K_WIDTH, HALF,
-        )  # fmt: skip
-        before = center_logits(
-            query_ptr, stride_qh, center_ptr, partner_ptr, table_ptr, block - 1, last_block, scaling,
-            GROUP, K_WIDTH, HALF,
-        )  # fmt: skip
+        block = block_of(begin - first, PATH)
+        next_block = first + (block + 1) * PATH[0]
+        centers = center_logits(
+            query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling, GROUP, K_WIDTH, HALF, PATH
+        )
 
     for begin_of_step in range(begin, end, _STEP):
         counts = counted(r + at, begin_of_step, end, first, WHOLE)
@@ -346,18 +342,17 @@ def _fragments_kernel(
             keys, k_extras, is_first, fragments, query_sums,
             K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, COMPILED,
         )  # fmt: skip
-        shifts = ()
+        logits = masked_logits(logits, centers, mask_ptr, r + at, counts, product_scaling, MASK_IS_BOOL)
         if center_ptr is not None:
-            its = tl.maximum(at + (_STEP - 1) - first, 0) // BLOCK
-            if its != block:
-                block = its
-                before = now
-                now = center_logits(
-                    query_ptr, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block, scaling,
-                    GROUP, K_WIDTH, HALF,
+            if begin_of_step + (_STEP - 1) >= next_block:  # it begins within this step, or with it
+                block += 1
+                its_centers = center_logits(
+                    query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling,
+                    GROUP, K_WIDTH, HALF, PATH,
                 )  # fmt: skip
-            shifts = shifts_of(now, before, r + at - first, block * BLOCK)
-        logits = masked_logits(logits, shifts, mask_ptr, r + at, counts, product_scaling, MASK_IS_BOOL)
+                logits = with_next_center(logits, centers, its_centers, r + at, next_block)
+                centers = its_centers
+                next_block += PATH[0]
         after = tl.minimum(begin_of_step + _STEP, last_step)
         keys = _load_keys(k_rows, ks_rows, kz_rows, after, q, K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES)
         scales = where_counted(factors[0][0], counts[0]), where_counted(factors[1][0], counts[1])

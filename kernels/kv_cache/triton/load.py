@@ -14,16 +14,16 @@ from neuzip.kernels.device.floats import rounded, widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import (
-    block_tokens,
     center_strides,
     first_bit_strides,
     last_block,
     path_arrays,
+    path_constants,
     scales_are_together,
     whole_strides,
 )
 from neuzip.kernels.kv_cache.triton.attend import numbers_of, rows_of
-from neuzip.kernels.kv_cache.triton.groups import centers_of_rows, group_width, turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import centers_of_rows, group_width, partner_of, turn_width, turned
 from neuzip.kernels.kv_cache.triton.store import NUMBERS, padded
 from neuzip.kernels.quantizers import plane_widths, words
 
@@ -49,7 +49,7 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
         *whole_strides(heads), *center_strides(heads),
         BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
         FIRST_COUNT=words(heads.width, 1), GROUPS=heads.scale.shape[3], GROUP=group_width(heads),
-        WHOLE=heads.whole, BLOCK=block_tokens(heads), TURN=turn_width(heads), WIDTH=heads.width, ROWS=rows, COLUMNS=columns,
+        WHOLE=heads.whole, PATH=path_constants(heads), TURN=turn_width(heads), WIDTH=heads.width, ROWS=rows, COLUMNS=columns,
         COMPILED=is_compiled(_load_kernel), num_warps=4, enable_fp_fusion=False, device=out.device,
     )  # fmt: skip
     return out
@@ -57,11 +57,11 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit(do_not_specialize=["tokens", "last_block"])
 def _load_kernel(
-    out_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, partner_ptr, table_ptr,
+    out_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, table_ptr,
     first_ptr, tokens, last_block, stride_ob, stride_oh, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb,
     stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
     BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, FIRST_COUNT: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, PATH: tl.constexpr,
     TURN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = out_ptr.dtype.element_ty
@@ -85,11 +85,10 @@ def _load_kernel(
     if center_ptr is not None:
         center_ptr += text * stride_cb + head * stride_ch
         center = tl.load(center_ptr + columns, mask=real, other=0.0)
-        partners = tl.load(partner_ptr + columns, mask=real, other=0)
-        partner = tl.load(center_ptr + partners, mask=real, other=0.0)
+        partner = tl.load(center_ptr + partner_of(columns, PATH), mask=real, other=0.0)
         place = rows - first
         centers = centers_of_rows(
-            center, partner, table_ptr, place, begin - first, last_block, columns, real, WIDTH, BLOCK
+            center, partner, table_ptr, place, begin - first, last_block, columns, real, WIDTH, PATH
         )
         numbers = tl.where((place >= WHOLE)[:, None], numbers + centers, numbers)
     result = rounded(numbers, KIND, COMPILED)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.device.mma_fragments import exchanged, float_of, multiply, pair_of, transposed
-from neuzip.kernels.kv_cache.triton.groups import center_at
+from neuzip.kernels.kv_cache.triton.groups import loaded_center, power_of_two
 from neuzip.kernels.kv_cache.triton.mma_codes import (
     code_offset,
     group_scale,
@@ -282,30 +282,23 @@ def counted(token, begin, end, first, WHOLE: tl.constexpr):
 
 @triton.jit
 def center_logits(
-    query_ptr, stride_qh, center_ptr, partner_ptr, table_ptr, block, last_block, scaling,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     """What the center of a block adds to the logits of its tokens, for the queries 2 q and 2 q + 1 of each tile.
 
-    0 for the block before the first. Sums are fp32, of queries as they are given.
+    0 before the first block. Sums are fp32, of queries as they are given.
     """
     TILES: tl.constexpr = (GROUP + 7) // 8
-    row = tl.arange(0, 8 * TILES)
-    total = tl.zeros([8 * TILES], tl.float32)
-    for j in tl.static_range((WIDTH + 31) // 32):
-        columns = 32 * j + tl.arange(0, 32)
-        real = columns < WIDTH
-        patterns = tl.load(
-            query_ptr + row[:, None] * stride_qh + columns[None, :],
-            mask=(row < GROUP)[:, None] & real[None, :], other=0,
-        )  # fmt: skip
-        center = tl.load(center_ptr + columns, mask=real, other=0.0)
-        partner = tl.load(
-            center_ptr + tl.load(partner_ptr + columns, mask=real, other=0), mask=real, other=0.0
-        )
-        center = center_at(center, partner, table_ptr, block, last_block, columns, real, WIDTH)
-        total += tl.sum(float_of(patterns.to(tl.int32), HALF) * center[None, :], 1)
-    total = tl.where(block >= 0, total * scaling, 0.0)
+    row, columns = tl.arange(0, 8 * TILES), tl.arange(0, power_of_two(WIDTH))
+    real = columns < WIDTH
+    patterns = tl.load(
+        query_ptr + row[:, None] * stride_qh + columns[None, :],
+        mask=(row < GROUP)[:, None] & real[None, :], other=0,
+    )  # fmt: skip
+    center = loaded_center(center_ptr, table_ptr, block, last_block, columns, real, WIDTH, PATH)
+    products = float_of(patterns.to(tl.int32), HALF) * center[None, :]
+    total = tl.where(block >= 0, tl.sum(products, 1) * scaling, 0.0)
     tiles = ()
     if TILES == 1:
         tiles += (_of_threads(total),)
@@ -327,22 +320,26 @@ def _of_threads(numbers):
 
 
 @triton.jit
-def shifts_of(now, before, place, border):
-    """What centers add to the logits of the tokens `place` and 8 behind it: `now` from `border` on."""
-    shifts = ()
-    for n in tl.static_range(len(now)):
+def with_next_center(logits, centers, after, token, begin):
+    """Logits, of which the tokens from `begin` on have the center logits `after` in place of `centers`.
+
+    `token` is the first of a step.
+    """
+    changed = ()
+    for n in tl.static_range(len(logits)):
         quad = ()
         for i in tl.static_range(4):
-            quad += (tl.where(place + 8 * (i // 2) >= border, now[n][i % 2], before[n][i % 2]),)
-        shifts += (quad,)
-    return shifts
+            more = after[n][i % 2] - centers[n][i % 2]
+            quad += (logits[n][i] + tl.where(token + 8 * (i // 2) >= begin, more, 0.0),)
+        changed += (quad,)
+    return changed
 
 
 @triton.jit
-def masked_logits(products, shifts, mask_ptr, token, counts, scaling, MASK_IS_BOOL: tl.constexpr):
+def masked_logits(products, centers, mask_ptr, token, counts, scaling, MASK_IS_BOOL: tl.constexpr):
     """Logits in base 2 of the tokens `token` and 8 behind it: minus infinity if they do not count.
 
-    `shifts`, of each tile what the centers of keys add, or an empty tuple.
+    `centers` has what the center of keys adds, for the queries of each tile, or is empty.
     """
     logits = ()
     there = ()
@@ -361,9 +358,10 @@ def masked_logits(products, shifts, mask_ptr, token, counts, scaling, MASK_IS_BO
     for n in tl.static_range(len(products)):
         quad = ()
         for i in tl.static_range(4):
-            logit = products[n][i] * scaling + added[i // 2]
-            if len(shifts) > 0:
-                logit += shifts[n][i]
+            more = added[i // 2]
+            if len(centers) > 0:
+                more = centers[n][i % 2] if mask_ptr is None else centers[n][i % 2] + more
+            logit = products[n][i] * scaling + more
             quad += (tl.where(there[i // 2], logit, float("-inf")),)
         logits += (quad,)
     return logits

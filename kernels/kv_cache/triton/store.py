@@ -17,16 +17,16 @@ from neuzip.kernels.device.floats import rounded, widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import (
-    block_tokens,
     center_strides,
     first_bit_strides,
     last_block,
     path_arrays,
+    path_constants,
     plane_counts,
     scales_are_together,
     whole_strides,
 )
-from neuzip.kernels.kv_cache.triton.groups import centers_of_rows, scale_of_byte, turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import centers_of_rows, partner_of, scale_of_byte, turn_width, turned
 from neuzip.kernels.quantizers import plane_widths
 from neuzip.kernels.quantizers.kv_groups import COVER, LEAST_SCALE, MOST_SCALE, SCALE_NAN, SCALE_OFFSET
 from neuzip.kernels.tuning import launch_for
@@ -102,12 +102,12 @@ def _strides(heads: Heads, x: Tensor) -> tuple[int, ...]:
     return *held, *first_bit_strides(heads), *whole_strides(heads), *center_strides(heads)
 
 
-def _form(heads: Heads, columns: int) -> tuple[int | float, ...]:
+def _form(heads: Heads, columns: int) -> tuple[int | float | tuple[int, int, int], ...]:
     """Bits, groups and their width, the range that codes cover, whole tokens, the width of the rotation, and
-    the tokens of a block with a center.
+    what the path of centers is.
     """
     group, turn = min(columns, heads.group or columns), turn_width(heads)
-    return heads.bits, heads.scale.shape[3], group, COVER[heads.bits], heads.whole, turn, block_tokens(heads)
+    return heads.bits, heads.scale.shape[3], group, COVER[heads.bits], heads.whole, turn, path_constants(heads)
 
 
 @triton.jit
@@ -268,7 +268,7 @@ def _store_rows(
     COVER: tl.constexpr = FORM[3]
     WHOLE: tl.constexpr = FORM[4]
     TURN: tl.constexpr = FORM[5]
-    BLOCK: tl.constexpr = FORM[6]
+    PATH: tl.constexpr = FORM[6]
     (
         stride_xb, stride_xh, stride_xt, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb,
         stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
@@ -292,7 +292,7 @@ def _store_rows(
             mask=(there & (place >= 0) & (place < WHOLE))[:, None] & real[None, :],
         )  # fmt: skip
     if still_ptr is not None:
-        center_ptr, partner_ptr, table_ptr = path
+        center_ptr, table_ptr = path
         center_ptr += text * stride_cb + head * stride_ch
         begin = first - at
         new_center = (begin < tokens) & (begin + WHOLE > 0)
@@ -302,13 +302,13 @@ def _store_rows(
         )  # fmt: skip
         partner = _center(
             x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, still_ptr, begin, tokens, new_center,
-            tl.load(partner_ptr + columns, mask=real, other=0), real, WHOLE, COMPILED,
+            partner_of(columns, PATH), real, WHOLE, COMPILED,
         )  # fmt: skip
         if new_center & (tl.program_id(0) == 0):
             tl.store(center_ptr + columns, center, mask=real)
         centers = centers_of_rows(
             center, partner, table_ptr, place, tl.program_id(0) * ROWS - begin, last_block, columns, real,
-            WIDTH, BLOCK,
+            WIDTH, PATH,
         )  # fmt: skip
         x = tl.where((place >= WHOLE)[:, None], x - centers, x)
 
