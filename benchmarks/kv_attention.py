@@ -32,9 +32,10 @@ from packed_linear import times
 from record import Environment, Measurement, save
 
 from neuzip.kernels import kv_cache
-from neuzip.kernels.kv_cache import Heads, reference
+from neuzip.kernels.kv_cache import CenterPath, Heads, reference
 from neuzip.kernels.kv_cache import ops as torch_ops
 from neuzip.runtime.hf import kv_layers
+from neuzip.runtime.hf.rotary import ChannelRates
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
@@ -166,17 +167,21 @@ def states(texts: int, tokens: int, device: str = DEVICE) -> tuple[Tensor, Tenso
 
 
 def empty(x: Tensor, form: str, bits: int, *, are_keys: bool) -> Heads:
-    """Memory for the few bits of x [B, H, N, width]: keys have a center in half of their channels."""
+    """Memory for the few bits of x [B, H, N, width], keys with a center that turns as those of Llama 3 do."""
     batch, heads, tokens, width = x.shape
     shape = batch, heads, tokens, width
     if form == "a4.8":
         return kv_cache.empty(shape, bits, device=x.device)
     heads = kv_layers.FORMS["rotated"]
-    still = torch.arange(width) >= width // 2 if are_keys else None
+    channels = ChannelRates(width, 5e5 ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2)), 0)
+    path = CenterPath.of(
+        channels.still(heads.still_wavelength), rates=channels.rates, block=heads.center_block, tokens=tokens,
+    )  # fmt: skip
     group = heads.key_group if are_keys else heads.value_group
     return kv_cache.empty(
-        shape, bits, group=group, whole=heads.whole, still=still, dtype=x.dtype, device=x.device
-    )
+        shape, bits, group=group, whole=heads.whole, path=path if are_keys else None, dtype=x.dtype,
+        device=x.device,
+    )  # fmt: skip
 
 
 def packed(dense: tuple[Tensor, Tensor], form: str, bits: int, first: Tensor) -> tuple[Heads, Heads]:

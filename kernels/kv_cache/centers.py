@@ -73,11 +73,11 @@ class CenterPath:
 
     def at(self, center: Tensor, block: int) -> Tensor:
         """The center fp32 [..., width] in a block: one rounding an operation."""
-        cosine, sine = self.table[min(block, len(self.table) - 1)]
+        angle = self.table[min(block, len(self.table) - 1)]
         end = self.begin + 2 * self.half
         partner = center.clone()
         partner[..., self.begin : end] = center[..., self.begin : end].roll(self.half, -1)
-        return center * cosine + partner * sine
+        return center * angle[0] + partner * angle[1]
 
     def move(self, x: Tensor, center: Tensor, first: Tensor, whole: int, sign: int) -> None:
         """Add `sign` times the centers fp32 [B, H, width] to x fp32 [B, H, T, width], in place.

@@ -38,20 +38,20 @@ class HeadForm:
     still_wavelength        tokens in which a channel of keys turns once, from which on the mean of the whole
                             tokens is subtracted from it; infinity: from none
     center_block            tokens from which the same center is subtracted: that mean, turned as the rotary
-                            embedding turns keys
+                            embedding turns keys; None: it does not turn
     """
 
     key_group: int | None
     value_group: int | None
     whole: int = 0
     still_wavelength: float = math.inf
-    center_block: int = 128
+    center_block: int | None = 128
 
     def __post_init__(self) -> None:
         groups = [group for group in (self.key_group, self.value_group) if group is not None]
         if self.whole < 0 or any(group < 1 for group in groups) or not self.still_wavelength >= 0:
             raise UsageError(f"`form={self!r}`: groups have 1 or more numbers, and no number is below 0")
-        if self.center_block < LEAST_BLOCK:
+        if self.center_block is not None and self.center_block < LEAST_BLOCK:
             raise UsageError(f"`form={self!r}`: `center_block` is {LEAST_BLOCK} tokens or more")
 
 

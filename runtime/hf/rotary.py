@@ -40,12 +40,12 @@ class ChannelRates:
 def channel_rates(config: PreTrainedConfig, layer: int, width: int) -> ChannelRates:
     """The rates of the keys, `width` numbers each, that a layer of a model caches.
 
-    Channels i and i + r / 2 turn by base**(-2 i / r) radians a token, where r of the `width` channels turn, or
-    by what a scaled rotary embedding makes of that (transformers computes it from the config). A model
+    Channels i and i + r / 2 turn by base**(-2 i / r) radians a token, where r of the `width` channels turn,
+    or by what a scaled rotary embedding makes of that (transformers computes it from the config). A model
     without a rotary embedding has no channels that turn, and neither have the latents that are cached in
     place of keys in multi-head latent attention (arXiv 2405.04434), whose width is `kv_lora_rank`. If a model
-    pairs its channels otherwise, the center of its keys is taken and turned wrongly, which costs accuracy
-    and is never wrong.
+    pairs its channels otherwise, the center of its keys is turned wrongly, which costs accuracy and is never
+    wrong.
     """
     rope = _rope_parameters(config, layer)
     base = rope.get("rope_theta") or getattr(config, "rope_theta", None)
@@ -62,23 +62,28 @@ def channel_rates(config: PreTrainedConfig, layer: int, width: int) -> ChannelRa
 
 def _scaled_rates(config: PreTrainedConfig, layer: int, rope: dict[str, Any], pairs: int) -> Tensor | None:
     """The rates fp64 [pairs] of a scaled rotary embedding; None for a plain one, or for another number."""
-    compute = ROPE_INIT_FUNCTIONS.get(rope.get("rope_type") or rope.get("type") or "default")
-    if compute is None or (rope.get("rope_type") or rope.get("type") or "default") == "default":
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default" or kind not in ROPE_INIT_FUNCTIONS:
         return None
-    kinds = getattr(config, "layer_types", None)
-    own = kinds and isinstance((getattr(config, "rope_parameters", None) or {}).get(kinds[layer]), dict)
-    takes = own and "layer_type" in inspect.signature(compute).parameters
-    found, _ = compute(config, torch.device("cpu"), **({"layer_type": kinds[layer]} if takes else {}))
+    compute = ROPE_INIT_FUNCTIONS[kind]
+    own = _layer_kind(config, layer)
+    takes = own is not None and "layer_type" in inspect.signature(compute).parameters
+    found, _ = compute(config, torch.device("cpu"), **({"layer_type": own} if takes else {}))
     return found.double() if found.shape == (pairs,) else None
 
 
 def _rope_parameters(config: PreTrainedConfig, layer: int) -> dict[str, Any]:
     """What the config says of the rotary embedding of a layer, which may be that of a kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = getattr(config, "layer_types", None)
-    if kinds and isinstance(rope.get(kinds[layer]), dict):
-        return dict(rope[kinds[layer]])
-    return dict(rope)
+    kind = _layer_kind(config, layer)
+    return dict(rope if kind is None else rope[kind])
+
+
+def _layer_kind(config: PreTrainedConfig, layer: int) -> str | None:
+    """The kind of a layer, if kinds have rotary embeddings of their own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None) or []
+    return kinds[layer] if kinds and isinstance(rope.get(kinds[layer]), dict) else None
 
 
 @dataclass(eq=False)
@@ -86,12 +91,12 @@ class CenterPaths:
     """The paths of the centers of a cache: layers whose keys turn alike share one.
 
     wavelength  tokens in which a channel turns once, from which on it has a center
-    block       tokens of a block
+    block       tokens of a block; None: centers do not turn
     whole       tokens at the begin of each text whose mean, the first left out, is the center
     """
 
     wavelength: float
-    block: int
+    block: int | None
     whole: int
     known: dict[tuple[object, ...], CenterPath] = field(default_factory=dict)
 
@@ -102,10 +107,15 @@ class CenterPaths:
         channels = channel_rates(config, layer, width)
         key = tuple(channels.rates.tolist()), channels.begin, width, device
         path = self.known.get(key)
-        if path is None or len(path.table) * self.block < tokens:
-            blocks = 1 << (max(1, -(-tokens // self.block)) - 1).bit_length()
-            path = self.known[key] = CenterPath.of(
-                channels.still(self.wavelength), rates=channels.rates, begin=channels.begin,
-                block=self.block, tokens=blocks * self.block, origin=self.whole / 2, device=device,
-            )  # fmt: skip
+        if path is None or (self.block is not None and len(path.table) * self.block < tokens):
+            still = channels.still(self.wavelength)
+            if self.block is None:
+                path = CenterPath.of(still, device=device)
+            else:
+                blocks = 1 << (max(1, -(-tokens // self.block)) - 1).bit_length()  # not one more each time
+                path = CenterPath.of(
+                    still, rates=channels.rates, begin=channels.begin, block=self.block,
+                    tokens=blocks * self.block, origin=self.whole / 2, device=device,
+                )  # fmt: skip
+            self.known[key] = path
         return path

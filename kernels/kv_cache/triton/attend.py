@@ -83,7 +83,8 @@ def attend(
         *path_arrays(keys), *center_strides(keys), last_block(keys),
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
         MULTIPLIED=_multiplied(query.dtype), GROUP=group, QUERIES=QUERIES, STEP=tile["step"],
-        WHOLE=keys.whole, PATH=path_constants(keys), TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values),
+        WHOLE=keys.whole, PATH=path_constants(keys), TURN=turn_width(keys), **_constants("K", keys),
+        **_constants("V", values),
         num_warps=config["num_warps"], num_stages=config["num_stages"], pdl=True, device=query.device,
     )  # fmt: skip
     return join(query, keys, values, first, parts, scaling=scaling, length=length, mask=mask)
@@ -198,11 +199,13 @@ def _center_logits(
     query_ptr, rows, stride_qh, center_ptr, table_ptr, block, last_block, scaling, real, width,
     COLUMNS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """What the center of a block adds to the logits of its tokens: fp32 [QUERIES], 0 before the first block."""
+    """What the center of a block adds to logits of its tokens, fp32 [QUERIES]; 0 before the first block."""
     columns = tl.arange(0, COLUMNS)
     there = columns < width
     q = tl.load(
-        query_ptr + rows[:, None] * stride_qh + columns[None, :], mask=real[:, None] & there[None, :], other=0.0
+        query_ptr + rows[:, None] * stride_qh + columns[None, :],
+        mask=real[:, None] & there[None, :],
+        other=0.0,
     )
     center = loaded_center(center_ptr, table_ptr, block, last_block, columns, there, width, PATH)
     return tl.where(block >= 0, tl.sum(widened(q) * center[None, :], 1) * scaling, 0.0)

@@ -332,7 +332,17 @@ def _fragments_kernel(
         block = block_of(begin - first, PATH)
         next_block = first + (block + 1) * PATH[0]
         centers = center_logits(
-            query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling, GROUP, K_WIDTH, HALF, PATH
+            query_ptr,
+            stride_qh,
+            center_ptr,
+            table_ptr,
+            block,
+            last_block,
+            scaling,
+            GROUP,
+            K_WIDTH,
+            HALF,
+            PATH,
         )
 
     for begin_of_step in range(begin, end, _STEP):
@@ -343,7 +353,7 @@ def _fragments_kernel(
             K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, COMPILED,
         )  # fmt: skip
         logits = masked_logits(logits, centers, mask_ptr, r + at, counts, product_scaling, MASK_IS_BOOL)
-        if center_ptr is not None:
+        if center_ptr is not None:  # noqa: SIM102  (the compiler knows this, not what follows)
             if begin_of_step + (_STEP - 1) >= next_block:  # it begins within this step, or with it
                 block += 1
                 its_centers = center_logits(

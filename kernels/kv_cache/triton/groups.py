@@ -1,4 +1,4 @@
-"""Rotated heads in groups, in Triton: the bits of `quantizers.hadamard`, `quantizers.kv_groups` and centers."""
+"""Rotated heads in groups, and their centers, in Triton: the bits that `quantizers` and `centers` give."""
 
 from __future__ import annotations
 

@@ -44,12 +44,13 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     widths = plane_widths(heads.bits)
     launch(
         _load_kernel, (triton.cdiv(tokens, rows), count, batch),
-        out, *rows_of(heads), heads.first, *path_arrays(heads), first, tokens, last_block(heads), *out.stride()[:2],
-        *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads),
+        out, *rows_of(heads), heads.first, *path_arrays(heads), first, tokens, last_block(heads),
+        *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads),
         *whole_strides(heads), *center_strides(heads),
         BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
         FIRST_COUNT=words(heads.width, 1), GROUPS=heads.scale.shape[3], GROUP=group_width(heads),
-        WHOLE=heads.whole, PATH=path_constants(heads), TURN=turn_width(heads), WIDTH=heads.width, ROWS=rows, COLUMNS=columns,
+        WHOLE=heads.whole, PATH=path_constants(heads), TURN=turn_width(heads), WIDTH=heads.width,
+        ROWS=rows, COLUMNS=columns,
         COMPILED=is_compiled(_load_kernel), num_warps=4, enable_fp_fusion=False, device=out.device,
     )  # fmt: skip
     return out
@@ -58,11 +59,13 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
 @triton.jit(do_not_specialize=["tokens", "last_block"])
 def _load_kernel(
     out_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, table_ptr,
-    first_ptr, tokens, last_block, stride_ob, stride_oh, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb,
-    stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
+    first_ptr, tokens, last_block,
+    stride_ob, stride_oh, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb, stride_fh,
+    stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
     BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, FIRST_COUNT: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, PATH: tl.constexpr,
-    TURN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
+    TURN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = out_ptr.dtype.element_ty
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

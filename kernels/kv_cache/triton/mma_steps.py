@@ -285,7 +285,7 @@ def center_logits(
     query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """What the center of a block adds to the logits of its tokens, for the queries 2 q and 2 q + 1 of each tile.
+    """What the center of a block adds to logits of its tokens, for the queries 2 q and 2 q + 1 of each tile.
 
     0 before the first block. Sums are fp32, of queries as they are given.
     """

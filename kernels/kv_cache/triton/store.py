@@ -26,7 +26,13 @@ from neuzip.kernels.kv_cache.triton.arguments import (
     scales_are_together,
     whole_strides,
 )
-from neuzip.kernels.kv_cache.triton.groups import centers_of_rows, partner_of, scale_of_byte, turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import (
+    centers_of_rows,
+    partner_of,
+    scale_of_byte,
+    turn_width,
+    turned,
+)
 from neuzip.kernels.quantizers import plane_widths
 from neuzip.kernels.quantizers.kv_groups import COVER, LEAST_SCALE, MOST_SCALE, SCALE_NAN, SCALE_OFFSET
 from neuzip.kernels.tuning import launch_for
@@ -86,8 +92,9 @@ def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, 
         _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
         tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
         tuple(h.zero for h in heads), tuple(h.first_bits for h in heads), tuple(h.first for h in heads),
-        tuple(path_arrays(h) for h in heads), tuple(h.path and h.path.still for h in heads), first, at, tokens,
-        heads[0].capacity, max(last_block(h) for h in heads), count, tuple(_strides(h, x) for h, x in zip(heads, states, strict=True)),
+        tuple(path_arrays(h) for h in heads), tuple(h.path and h.path.still for h in heads), first, at,
+        tokens, heads[0].capacity, max(last_block(h) for h in heads), count,
+        tuple(_strides(h, x) for h, x in zip(heads, states, strict=True)),
         AT_IS_POINTER=isinstance(at, Tensor), FORMS=tuple(_form(h, columns) for h in heads),
         WIDTHS=tuple(plane_widths(h.bits) for h in heads), COUNTS=tuple(plane_counts(h) for h in heads),
         WIDTH=width, ROWS=rows, COLUMNS=columns,
@@ -106,8 +113,9 @@ def _form(heads: Heads, columns: int) -> tuple[int | float | tuple[int, int, int
     """Bits, groups and their width, the range that codes cover, whole tokens, the width of the rotation, and
     what the path of centers is.
     """
-    group, turn = min(columns, heads.group or columns), turn_width(heads)
-    return heads.bits, heads.scale.shape[3], group, COVER[heads.bits], heads.whole, turn, path_constants(heads)
+    group = min(columns, heads.group or columns)
+    rest = turn_width(heads), path_constants(heads)
+    return heads.bits, heads.scale.shape[3], group, COVER[heads.bits], heads.whole, *rest
 
 
 @triton.jit
