@@ -324,6 +324,7 @@ SMALL: dict[str, Any] = {
 SCALED: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
     "linear": {"factor": 4.0},
 }  # fmt: skip
 
