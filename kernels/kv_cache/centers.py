@@ -68,16 +68,19 @@ class CenterPath:
         return self.still.nbytes + self.table.nbytes
 
     def to(self, device: torch.device | None) -> CenterPath:
-        """The same path on another device."""
+        """This path on another device."""
         return replace(self, still=self.still.to(device), table=self.table.to(device))
 
-    def at(self, center: Tensor, block: int) -> Tensor:
-        """The center fp32 [..., width] in a block: one rounding an operation."""
-        angle = self.table[min(block, len(self.table) - 1)]
-        end = self.begin + 2 * self.half
+    def at(self, center: Tensor, begin: int, end: int) -> Tensor:
+        """The centers fp32 [H, blocks, width] of the blocks from `begin` to `end` - 1.
+
+        `center` is the mean, fp32 [H, width]. An operation has one rounding.
+        """
+        angles = self.table[torch.arange(begin, end).clamp(max=len(self.table) - 1)]
+        turned = slice(self.begin, self.begin + 2 * self.half)
         partner = center.clone()
-        partner[..., self.begin : end] = center[..., self.begin : end].roll(self.half, -1)
-        return center * angle[0] + partner * angle[1]
+        partner[:, turned] = center[:, turned].roll(self.half, 1)
+        return center[:, None] * angles[:, 0] + partner[:, None] * angles[:, 1]
 
     def move(self, x: Tensor, center: Tensor, first: Tensor, whole: int, sign: int) -> None:
         """Add `sign` times the centers fp32 [B, H, width] to x fp32 [B, H, T, width], in place.
@@ -87,8 +90,11 @@ class CenterPath:
         tokens = x.shape[2]
         for text, place in enumerate(first.tolist()):
             begin = max(place + whole, 0)
-            while begin < tokens:
-                block = (begin - place) // self.block
+            if begin >= tokens:
+                continue
+            blocks = range((begin - place) // self.block, (tokens - 1 - place) // self.block + 1)
+            centers = sign * self.at(center[text], blocks.start, blocks.stop)
+            for block in blocks:
                 end = min(place + (block + 1) * self.block, tokens)
-                x[text, :, begin:end] += sign * self.at(center[text], block)[:, None]
+                x[text, :, begin:end] += centers[:, block - blocks.start, None]
                 begin = end

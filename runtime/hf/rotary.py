@@ -68,8 +68,8 @@ def _scaled_rates(config: PreTrainedConfig, layer: int, rope: dict[str, Any], pa
     compute = ROPE_INIT_FUNCTIONS[kind]
     own = _layer_kind(config, layer)
     takes = own is not None and "layer_type" in inspect.signature(compute).parameters
-    found, _ = compute(config, torch.device("cpu"), **({"layer_type": own} if takes else {}))
-    return found.double() if found.shape == (pairs,) else None
+    rates, _ = compute(config, torch.device("cpu"), **({"layer_type": own} if takes else {}))
+    return rates.double() if rates.shape == (pairs,) else None
 
 
 def _rope_parameters(config: PreTrainedConfig, layer: int) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def test_a_center_turns_from_block_to_block():
     for block in (0, 1, 3, 4):
         turned = pairs * torch.polar(torch.ones(2).double(), rates * (min(block, 3) * 64 + 31.5 - 2.5))
         expected = torch.cat([center[0, :1], turned.real.float(), turned.imag.float(), center[0, 5:]])
-        assert torch.allclose(path.at(center, block)[0], expected, atol=1e-6)
+        assert torch.allclose(path.at(center, block, block + 1)[0, 0], expected, atol=1e-6)
     assert path.nbytes == 6 + 4 * 2 * 6 * 4
     with pytest.raises(ValueError, match="`block=63`: a block of a center has 64 tokens or more"):
         CenterPath.of(every, block=63)

@@ -310,7 +310,7 @@ def center_logits(
 
 @triton.jit
 def _of_threads(numbers):
-    """Of [8], one for each query, those of the queries 2 q and 2 q + 1: two arrays [32]."""
+    """Numbers [8], one for each query, spread: those of the queries 2 q and of 2 q + 1, arrays [32]."""
     even, odd = tl.split(tl.reshape(numbers, [4, 2]))
     spread = ()
     for n in tl.static_range(2):
