@@ -173,7 +173,8 @@ def empty(x: Tensor, form: str, bits: int, *, are_keys: bool) -> Heads:
     if form == "a4.8":
         return kv_cache.empty(shape, bits, device=x.device)
     heads = kv_layers.FORMS["rotated"]
-    channels = ChannelRates(width, 5e5 ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2)), 0)
+    pairs = width // 2
+    channels = ChannelRates(width, 5e5 ** (-torch.arange(pairs, dtype=torch.float64) / pairs), 0, pairs)
     path = CenterPath.of(
         channels.still(heads.still_wavelength), rates=channels.rates, block=heads.center_block, tokens=tokens,
     )  # fmt: skip

@@ -20,7 +20,8 @@ class CenterPath:
            negative for the first channel of a pair. Blocks behind the last are as the last
     block  tokens of a block, LEAST_BLOCK or more; the first block begins with the first token of a text
     begin  the first channel that positions turn
-    half   how many pairs turn: the channels `begin` + i and `begin` + `half` + i
+    pairs  how many pairs of channels turn
+    apart  how far the two channels of a pair lie apart: `pairs`, or 1 for neighbours
 
     The center of block b is center * table[b, 0] + partner * table[b, 1], where `partner` is that of the
     other channel of a pair. A rotary embedding adds the angle rate * position to that of a key (arXiv
@@ -32,7 +33,8 @@ class CenterPath:
     table: Tensor
     block: int
     begin: int
-    half: int
+    pairs: int
+    apart: int
 
     @classmethod
     def of(
@@ -41,6 +43,7 @@ class CenterPath:
         *,
         rates: Tensor | None = None,
         begin: int = 0,
+        apart: int | None = None,
         block: int = LEAST_BLOCK,
         tokens: int = 1,
         origin: float = 0.0,
@@ -49,18 +52,19 @@ class CenterPath:
         """The path for texts of so many `tokens`, of a mean that was taken around position `origin`.
 
         `rates` fp64 [pairs] are radians a token, of the pairs from channel `begin` on; None: nothing turns.
+        `apart` is how far the channels of a pair lie apart: None for as many as there are pairs, or 1.
         Raises ValueError for a smaller block than LEAST_BLOCK.
         """
         if block < LEAST_BLOCK:
             raise ValueError(f"`block={block}`: a block of a center has {LEAST_BLOCK} tokens or more")
-        half = 0 if rates is None else len(rates)
+        rates = torch.zeros(0, dtype=torch.float64) if rates is None else rates
+        apart = max(len(rates), 1) if apart is None else apart
         signed = torch.zeros(len(still), dtype=torch.float64)
-        if rates is not None:
-            signed[begin : begin + 2 * half] = torch.cat([-rates, rates])
+        signed[begin : begin + 2 * len(rates)] = in_pairs(-rates, rates, apart)
         middles = torch.arange(max(1, -(-tokens // block)), dtype=torch.float64) * block + (block - 1) / 2
         angles = (middles - origin)[:, None] * signed
         table = torch.stack([angles.cos(), angles.sin()], 1).float()
-        return cls(still, table, block, begin, half).to(device)
+        return cls(still, table, block, begin, len(rates), apart).to(device)
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +81,11 @@ class CenterPath:
         `center` is the mean, fp32 [H, width]. An operation has one rounding.
         """
         angles = self.table[torch.arange(begin, end).clamp(max=len(self.table) - 1)]
-        turned = slice(self.begin, self.begin + 2 * self.half)
+        turned = slice(self.begin, self.begin + 2 * self.pairs)
         partner = center.clone()
-        partner[:, turned] = center[:, turned].roll(self.half, 1)
+        if self.pairs:
+            one, other = torch.unflatten(center[:, turned], 1, (-1, 2, self.apart)).unbind(2)
+            partner[:, turned] = torch.stack([other, one], 2).flatten(1)
         return center[:, None] * angles[:, 0] + partner[:, None] * angles[:, 1]
 
     def move(self, x: Tensor, center: Tensor, first: Tensor, whole: int, sign: int) -> None:
@@ -98,3 +104,8 @@ class CenterPath:
                 end = min(place + (block + 1) * self.block, tokens)
                 x[text, :, begin:end] += centers[:, block - blocks.start, None]
                 begin = end
+
+
+def in_pairs(first: Tensor, second: Tensor, apart: int) -> Tensor:
+    """Numbers [pairs] of the first and of the second channels of pairs, in the order of channels."""
+    return torch.stack([first.view(-1, apart), second.view(-1, apart)], 1).flatten()

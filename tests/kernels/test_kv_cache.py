@@ -45,11 +45,15 @@ def room(
 
 
 def turning_path(width: int, tokens: int) -> CenterPath:
-    """Two of three channels have a center; half of those turn, by up to half a turn in 64 tokens."""
+    """Two of three channels have a center; half of those turn, by up to half a turn in 64 tokens.
+
+    Neighbours turn together in heads of 80 and 192 numbers.
+    """
     rates = torch.linspace(0.01, 0.05, width // 4, dtype=torch.float64)
     return CenterPath.of(
-        torch.arange(width) % 3 > 0, rates=rates, begin=2, block=64, tokens=tokens, origin=2.0
-    )
+        torch.arange(width) % 3 > 0, rates=rates, begin=2, apart=1 if width in (80, 192) else None, block=64,
+        tokens=tokens, origin=2.0,
+    )  # fmt: skip
 
 
 def by_torch(heads: list[Heads], numbers: list[Tensor], at: Any, first: Tensor) -> None:

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV3Config,
     DynamicCache,
+    GlmConfig,
     GPT2Config,
     LlamaConfig,
+    SmolLM3Config,
     StableLmConfig,
 )
 
@@ -334,10 +338,12 @@ SCALED: dict[str, dict[str, Any]] = {
     [
         LlamaConfig(**SMALL), StableLmConfig(**SMALL, partial_rotary_factor=0.25),
         GPT2Config(n_embd=64, n_head=2, n_layer=1), LATENT,
+        CohereConfig(**SMALL), GlmConfig(**SMALL, head_dim=32),
+        Cohere2Config(**SMALL, layer_types=["full_attention"]), SmolLM3Config(**SMALL, no_rope_layers=[0]),
         *(LlamaConfig(**SMALL, rope_scaling={"rope_type": kind, "rope_theta": 1e4, **rest})
           for kind, rest in SCALED.items()),
     ],
-    ids=["llama", "stablelm", "gpt2", "deepseek_v3", *SCALED],
+    ids=["llama", "stablelm", "gpt2", "deepseek_v3", "cohere", "glm", "cohere2", "smollm3", *SCALED],
 )  # fmt: skip
 def test_channels_turn_as_a_models_positions_turn_them(config: Any):
     """A text of one token again and again: its keys differ from place to place by what positions do."""
@@ -349,11 +355,13 @@ def test_channels_turn_as_a_models_positions_turn_them(config: Any):
         model(torch.full((1, 60), 5), past_key_values=cache)
     keys = cache.layers[0].keys.double()
     channels = channel_rates(config, 0, keys.shape[-1])
-    begin, pairs = channels.begin, len(channels.rates)
-    first = torch.complex(*keys[:, :, :1, begin : begin + 2 * pairs].chunk(2, -1))
+    pairs, turning = len(channels.rates), slice(channels.begin, channels.begin + 2 * len(channels.rates))
+    parts = keys[:, :, 0, turning].unflatten(-1, (-1, 2, channels.apart)).unbind(-2)
+    first = torch.complex(*(part.flatten(-2) for part in parts))[:, :, None] if pairs else torch.zeros(0)
     turned = first * torch.polar(torch.ones(60, pairs).double(), torch.arange(60)[:, None] * channels.rates)
+    each = [part.unflatten(-1, (-1, channels.apart)) for part in (turned.real, turned.imag)]
     expected = keys[:, :, :1].expand_as(keys).clone()
-    expected[..., begin : begin + 2 * pairs] = torch.cat([turned.real, turned.imag], -1)
+    expected[..., turning] = torch.stack(each, -2).flatten(-3)
     assert (keys - expected).abs().max() < 1e-5 * keys.abs().max() * 60
 
 

@@ -43,6 +43,9 @@ def last_block(heads: Heads) -> int:
     return 0 if heads.path is None else len(heads.path.table) - 1
 
 
-def path_constants(heads: Heads) -> tuple[int, int, int]:
-    """Tokens of a block with a center of its own, and which channels turn: the first, and pairs of them."""
-    return (1, 0, 0) if heads.path is None else (heads.path.block, heads.path.begin, heads.path.half)
+def path_constants(heads: Heads) -> tuple[int, int, int, int]:
+    """Tokens of a block with a center of its own, and which channels turn: the first, the number of pairs,
+    and how far the two of a pair lie apart.
+    """
+    path = heads.path
+    return (1, 0, 0, 1) if path is None else (path.block, path.begin, path.pairs, path.apart)

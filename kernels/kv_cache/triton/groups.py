@@ -54,10 +54,12 @@ def scale_of_byte(byte):
 def partner_of(columns, PATH: tl.constexpr):
     """The channel with which each one turns: `arguments.path_constants`."""
     BEGIN: tl.constexpr = PATH[1]
-    HALF: tl.constexpr = PATH[2]
+    PAIRS: tl.constexpr = PATH[2]
+    APART: tl.constexpr = PATH[3]
     place = columns - BEGIN
-    turns = (place >= 0) & (place < 2 * HALF)
-    return tl.where(turns, tl.where(place < HALF, columns + HALF, columns - HALF), columns)
+    is_first = place // APART % 2 == 0
+    turns = (place >= 0) & (place < 2 * PAIRS)
+    return tl.where(turns, tl.where(is_first, columns + APART, columns - APART), columns)
 
 
 @triton.jit

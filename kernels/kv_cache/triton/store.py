@@ -109,7 +109,7 @@ def _strides(heads: Heads, x: Tensor) -> tuple[int, ...]:
     return *held, *first_bit_strides(heads), *whole_strides(heads), *center_strides(heads)
 
 
-def _form(heads: Heads, columns: int) -> tuple[int | float | tuple[int, int, int], ...]:
+def _form(heads: Heads, columns: int) -> tuple[int | float | tuple[int, ...], ...]:
     """Bits, groups and their width, the range that codes cover, whole tokens, the width of the rotation, and
     what the path of centers is.
     """
