@@ -194,16 +194,16 @@ def packed(dense: tuple[Tensor, Tensor], form: str, bits: int, first: Tensor) ->
 
 def check_stored(form: str, bits: int) -> None:
     """End the run unless tokens, many and the last alone, are stored with the bits of torch on a CPU."""
-    x = states(2, 70, "cpu")
+    x = states(2, 140, "cpu")
     first = torch.tensor([0, 9])
     heads = [empty(one, form, bits, are_keys=n == 0) for n, one in enumerate(x)]
     for one, numbers in zip(heads, x, strict=True):
         torch_ops.store(one, numbers, 0, first)
     given = [one.to(DEVICE) for one in x]
     cards = [empty(one, form, bits, are_keys=n == 0) for n, one in enumerate(given)]
-    kv_cache.store(cards, [one[:, :, :69] for one in given], 0, first.to(DEVICE))
-    at = torch.tensor(69, device=DEVICE)
-    kv_cache.store(cards, [one[:, :, 69:] for one in given], at, first.to(DEVICE))
+    kv_cache.store(cards, [one[:, :, :139] for one in given], 0, first.to(DEVICE))
+    at = torch.tensor(139, device=DEVICE)
+    kv_cache.store(cards, [one[:, :, 139:] for one in given], at, first.to(DEVICE))
     for one, card in zip(heads, cards, strict=True):
         for name in torch_ops.OF_TOKENS + torch_ops.OF_TEXTS:
             expected, result = getattr(one, name), getattr(card, name)

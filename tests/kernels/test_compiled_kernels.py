@@ -139,7 +139,8 @@ for early, bits, group, width, values, dtype in (
 ):
     launch.has_pdl = lambda device: early
     grouped = {} if group is None else {"whole": 4, "dtype": dtype}
-    path = None if group is None else CenterPath.of(torch.ones(width, dtype=torch.bool))
+    rates, still = torch.ones(width // 2, dtype=torch.float64), torch.ones(width, dtype=torch.bool)
+    path = None if group is None else CenterPath.of(still, rates=rates)
     rooms = [
         kv_cache.empty((2, 2, 30, w), bits, group=size, path=path if w == width else None, **grouped)
         for w, size in ((width, group), (values, group and 2 * group))
