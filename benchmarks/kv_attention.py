@@ -32,9 +32,10 @@ from packed_linear import times
 from record import Environment, Measurement, save
 
 from neuzip.kernels import kv_cache
-from neuzip.kernels.kv_cache import Heads, reference
+from neuzip.kernels.kv_cache import CenterPath, Heads, reference
 from neuzip.kernels.kv_cache import ops as torch_ops
 from neuzip.runtime.hf import kv_layers
+from neuzip.runtime.hf.rotary import ChannelRates
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
@@ -166,17 +167,22 @@ def states(texts: int, tokens: int, device: str = DEVICE) -> tuple[Tensor, Tenso
 
 
 def empty(x: Tensor, form: str, bits: int, *, are_keys: bool) -> Heads:
-    """Memory for the few bits of x [B, H, N, width]: keys have a center in half of their channels."""
+    """Memory for the few bits of x [B, H, N, width], keys with a center that turns as those of Llama 3 do."""
     batch, heads, tokens, width = x.shape
     shape = batch, heads, tokens, width
     if form == "a4.8":
         return kv_cache.empty(shape, bits, device=x.device)
     heads = kv_layers.FORMS["rotated"]
-    still = torch.arange(width) >= width // 2 if are_keys else None
+    pairs = width // 2
+    channels = ChannelRates(width, 5e5 ** (-torch.arange(pairs, dtype=torch.float64) / pairs), 0, pairs)
+    path = CenterPath.of(
+        channels.still(heads.still_wavelength), rates=channels.rates, block=heads.center_block, tokens=tokens,
+    )  # fmt: skip
     group = heads.key_group if are_keys else heads.value_group
     return kv_cache.empty(
-        shape, bits, group=group, whole=heads.whole, still=still, dtype=x.dtype, device=x.device
-    )
+        shape, bits, group=group, whole=heads.whole, path=path if are_keys else None, dtype=x.dtype,
+        device=x.device,
+    )  # fmt: skip
 
 
 def packed(dense: tuple[Tensor, Tensor], form: str, bits: int, first: Tensor) -> tuple[Heads, Heads]:
@@ -188,16 +194,16 @@ def packed(dense: tuple[Tensor, Tensor], form: str, bits: int, first: Tensor) ->
 
 def check_stored(form: str, bits: int) -> None:
     """End the run unless tokens, many and the last alone, are stored with the bits of torch on a CPU."""
-    x = states(2, 70, "cpu")
+    x = states(2, 140, "cpu")
     first = torch.tensor([0, 9])
     heads = [empty(one, form, bits, are_keys=n == 0) for n, one in enumerate(x)]
     for one, numbers in zip(heads, x, strict=True):
         torch_ops.store(one, numbers, 0, first)
     given = [one.to(DEVICE) for one in x]
     cards = [empty(one, form, bits, are_keys=n == 0) for n, one in enumerate(given)]
-    kv_cache.store(cards, [one[:, :, :69] for one in given], 0, first.to(DEVICE))
-    at = torch.tensor(69, device=DEVICE)
-    kv_cache.store(cards, [one[:, :, 69:] for one in given], at, first.to(DEVICE))
+    kv_cache.store(cards, [one[:, :, :139] for one in given], 0, first.to(DEVICE))
+    at = torch.tensor(139, device=DEVICE)
+    kv_cache.store(cards, [one[:, :, 139:] for one in given], at, first.to(DEVICE))
     for one, card in zip(heads, cards, strict=True):
         for name in torch_ops.OF_TOKENS + torch_ops.OF_TEXTS:
             expected, result = getattr(one, name), getattr(card, name)

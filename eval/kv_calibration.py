@@ -70,7 +70,8 @@ class CachePart:
 
     numbers  numbers that a token adds to the cache, on average over a window of the text: a layer with a
              sliding window keeps fewer
-    nbytes   what these take in each of WIDTHS bits, scales included
+    nbytes   what these take in each of WIDTHS bits, scales included; the path of centers, which all layers
+             share, is not
     klds     KL divergence in nats per token with this part alone in each of WIDTHS bits; None where the model
              then predicts NaN or infinity
     """
@@ -194,7 +195,7 @@ class _OnePart(KVLayer):  # type: ignore[no-untyped-call]
     """A layer of a cache that hands out its keys alone quantised, or its values, for one call of a model."""
 
     def __init__(self, layer: KVLayer, part: PartName) -> None:
-        super().__init__(layer.form, layer.bits, layer.window, layer.still)
+        super().__init__(layer.form, layer.bits, layer.window, layer.path_of)
         self.part = part
 
     def update(  # type: ignore[override]

@@ -10,11 +10,13 @@ a zero point (quantizers.kv_groups):
     first       [B, H, whole, width]       the first tokens of each text as they are, to which most attention
                                            of trained models goes (attention sinks: arXiv 2309.17453)
     center      fp32 [B, H, width]         what is subtracted from later tokens before they are rotated
-    still       bool [width]               the channels that `center` has
+    path        CenterPath                 the channels that have a center, and how positions turn it
 
 The center is the mean of the whole tokens, the very first left out, in those channels of keys that positions
-do not turn. The logits of all tokens change by the same number, which softmax does not notice, and a channel
-that is far from 0 in all tokens no longer widens the range of its group.
+turn slowly. A channel that is far from 0 in all tokens then no longer widens the range of its group. The
+rotary embedding turns what keys have in common on and on: each block of tokens subtracts the center turned to
+the middle of the block, which needs no memory of its own. Attention adds the product of the query and that
+center to the logits of a block.
 
 The plain form, of BitNet a4.8 (section 3.1), has no group:
 
@@ -43,9 +45,10 @@ from torch import Tensor
 
 from neuzip.kernels.kv_cache import ops as torch_ops
 from neuzip.kernels.kv_cache import reference
+from neuzip.kernels.kv_cache.centers import CenterPath
 from neuzip.kernels.kv_cache.ops import EXTRA_BIT, Heads, empty
 
-__all__ = ["EXTRA_BIT", "Heads", "attend", "empty", "load", "store"]
+__all__ = ["EXTRA_BIT", "CenterPath", "Heads", "attend", "empty", "load", "store"]
 
 
 def store(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuzip.kernels.kv_cache.centers import CenterPath
 from neuzip.kernels.quantizers import (
     GroupedHeads,
     group_count,
@@ -34,6 +35,7 @@ OF_TOKENS, OF_TEXTS = ("words", "scale", "zero"), ("first_bits", "first", "cente
 class Heads:
     """Memory for the keys or the values of N tokens of B texts, see the package for the shapes.
 
+    path   which channels have a center and how it turns; heads of many layers may share it
     width  numbers of a head
     bits   of a code, 1 to 8
     group  numbers of a rotated head that share a scale and a zero point; None in the plain form
@@ -45,7 +47,7 @@ class Heads:
     first_bits: Tensor | None
     first: Tensor | None
     center: Tensor | None
-    still: Tensor | None
+    path: CenterPath | None
     width: int
     bits: int
     group: int | None
@@ -62,8 +64,8 @@ class Heads:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, whether tokens are in them or not."""
-        held = (getattr(self, name) for name in (*OF_TOKENS, *OF_TEXTS, "still"))
+        """Bytes of all arrays, whether tokens are in them or not; `path` counts by itself."""
+        held = (getattr(self, name) for name in (*OF_TOKENS, *OF_TEXTS))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def tokens(self, start: int, stop: int) -> Heads:
@@ -97,7 +99,7 @@ def empty(
     *,
     group: int | None = None,
     whole: int = 0,
-    still: Tensor | None = None,
+    path: CenterPath | None = None,
     dtype: torch.dtype = torch.bfloat16,
     scale_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
@@ -106,8 +108,8 @@ def empty(
 
     group        numbers of a rotated head that share a scale and a zero point; None is the plain form
     whole        tokens at the begin of each text that are kept as they are, in `dtype`; 0 in the plain form
-    still        bool [width]: the channels of which the mean of those tokens, the very first left out, is
-                 subtracted before later tokens are rotated; None: nothing is subtracted
+    path         how the mean of those tokens, the very first left out, turns on; that is subtracted before
+                 later tokens are rotated. None: nothing is subtracted
     scale_dtype  that of the scales of the plain form
     """
     batch, heads, tokens, width = shape
@@ -127,8 +129,8 @@ def empty(
         zeros(*groups, dtype=torch.int8),
         None,
         zeros(batch, heads, whole, width, dtype=dtype) if whole else None,
-        zeros(batch, heads, width, dtype=torch.float32) if still is not None else None,
-        None if still is None else still.to(device),
+        zeros(batch, heads, width, dtype=torch.float32) if path is not None else None,
+        None if path is None else path.to(device),
         width,
         bits,
         group,
@@ -161,10 +163,9 @@ def _store_groups(heads: Heads, x: Tensor, at: int, first: Tensor, *, with_first
     assert heads.group is not None
     if heads.first is not None and with_first:
         _keep_first(heads, x, first - at)
-    x = x.float()
-    if heads.center is not None:
-        later = torch.arange(x.shape[2], device=x.device) + at - first[:, None] >= heads.whole
-        x = torch.where(later[:, None, :, None], x - heads.center[:, :, None], x)
+    x = x.to(torch.float32, copy=True)
+    if heads.center is not None and heads.path is not None:
+        heads.path.move(x, heads.center, first - at, heads.whole, -1)
     quantized = quantize_groups(hadamard(x), heads.bits, heads.group)
     _write(heads, at, quantized.codes, quantized.scale, quantized.zero)
 
@@ -176,8 +177,8 @@ def _keep_first(heads: Heads, x: Tensor, place: Tensor) -> None:
     inside = ((places >= 0) & (places < x.shape[2]))[:, None, :, None]
     where = places.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, heads.width)
     heads.first.copy_(torch.where(inside, x.gather(2, where).to(heads.first.dtype), heads.first))
-    if heads.center is not None and heads.still is not None:
-        heads.center.copy_(torch.where(heads.still, _mean_of_later(heads.first), 0))
+    if heads.center is not None and heads.path is not None:
+        heads.center.copy_(torch.where(heads.path.still, _mean_of_later(heads.first), 0))
 
 
 def _mean_of_later(first: Tensor) -> Tensor:
@@ -239,9 +240,8 @@ def _load_groups(heads: Heads, first: Tensor) -> Tensor:
     assert heads.group is not None and heads.zero is not None
     codes = unpack(heads.words, heads.bits, heads.width)
     x = hadamard(GroupedHeads(codes, heads.scale, heads.zero, heads.bits, heads.group).dequantize())
-    if heads.center is not None:
-        for text, place in enumerate(first.tolist()):
-            x[text, :, max(place + heads.whole, 0) :] += heads.center[text, :, None]
+    if heads.center is not None and heads.path is not None:
+        heads.path.move(x, heads.center, first, heads.whole, 1)
     return x
 
 

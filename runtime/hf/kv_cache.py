@@ -44,7 +44,7 @@ from neuzip.runtime.hf.kv_layers import (
     KVLayer,
     StaticKVLayer,
 )
-from neuzip.runtime.hf.rotary import still_channels
+from neuzip.runtime.hf.rotary import CenterPaths
 from neuzip.runtime.hf.static_cache import TokenPositions
 from neuzip.runtime.kv_bits import WHAT_THERE_IS, BitsArgument, as_bits
 from neuzip.runtime.residencies import in_words
@@ -94,6 +94,7 @@ class KVCache(Cache):
         name = next((name for name, known in FORMS.items() if known == heads), None)
         chosen = as_bits(bits, "bits").in_form(name, "bits", "form")
         self.form = CacheFormat(heads, first)  # a layer that knew its cache would keep it alive
+        self._paths = CenterPaths(heads.still_wavelength, heads.center_block, heads.whole)
         self._places = places
         self._model: tuple[weakref.ref[PreTrainedModel], str | None] | None = None
         text_config = config.get_text_config(decoder=True)
@@ -113,12 +114,12 @@ class KVCache(Cache):
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             if bits is None:
                 raise UsageError(f"`bits`: no bits for the keys and values of layer {index}", WHAT_THERE_IS)
-            still = None
+            path_of = None
             if self.form.heads.still_wavelength < math.inf:
-                still = partial(still_channels, config, index, self.form.heads.still_wavelength)
+                path_of = partial(self._paths.path, config, index)
             if max_length is not None:
-                return StaticKVLayer(self.form, bits, max_length, self._places, still)
-            return KVLayer(self.form, bits, getattr(layer, "sliding_window", None), still)
+                return StaticKVLayer(self.form, bits, max_length, self._places, path_of)
+            return KVLayer(self.form, bits, getattr(layer, "sliding_window", None), path_of)
         if type(layer).__name__ in STATELESS:
             return layer
         raise NeuzipError(
@@ -129,7 +130,10 @@ class KVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the cache, including memory that is allocated for later tokens."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, KVLayer))
+        layers = [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        paths = {id(heads.path and heads.path.table): heads.path for layer in layers for heads in layer.heads}
+        shared = sum(path.nbytes for path in paths.values() if path is not None)
+        return sum(layer.nbytes for layer in layers) + shared
 
     @property
     def how(self) -> str:

@@ -14,7 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from neuzip.choices import KvForm
 from neuzip.errors import UsageError
 from neuzip.kernels import kv_cache as kernels
-from neuzip.kernels.kv_cache import Heads
+from neuzip.kernels.kv_cache import CenterPath, Heads
+from neuzip.kernels.kv_cache.centers import LEAST_BLOCK
 from neuzip.runtime.hf.static_cache import TokenPositions
 from neuzip.runtime.kv_bits import LayerBits
 
@@ -22,6 +23,9 @@ GROWTH = 256
 """Tokens by which a layer grows."""
 
 BY_A_KERNEL = "by a kernel that reads the packed form"
+PathOf = Callable[[int, int, torch.device], CenterPath]
+"""The path of the center of keys of so many numbers, for texts of so many tokens, on a device."""
+
 DEQUANTISED = "dequantised, then the model's own attention"
 
 
@@ -33,21 +37,26 @@ class HeadForm:
     whole                   tokens at the begin of each text that are kept as they are
     still_wavelength        tokens in which a channel of keys turns once, from which on the mean of the whole
                             tokens is subtracted from it; infinity: from none
+    center_block            tokens from which the same center is subtracted: that mean, turned as the rotary
+                            embedding turns keys; None: it does not turn
     """
 
     key_group: int | None
     value_group: int | None
     whole: int = 0
     still_wavelength: float = math.inf
+    center_block: int | None = 128
 
     def __post_init__(self) -> None:
         groups = [group for group in (self.key_group, self.value_group) if group is not None]
         if self.whole < 0 or any(group < 1 for group in groups) or not self.still_wavelength >= 0:
             raise UsageError(f"`form={self!r}`: groups have 1 or more numbers, and no number is below 0")
+        if self.center_block is not None and self.center_block < LEAST_BLOCK:
+            raise UsageError(f"`form={self!r}`: `center_block` is {LEAST_BLOCK} tokens or more")
 
 
 FORMS: dict[KvForm, HeadForm] = {
-    "rotated": HeadForm(key_group=32, value_group=64, whole=6, still_wavelength=4096.0),
+    "rotated": HeadForm(key_group=32, value_group=64, whole=6, still_wavelength=512.0),
     "a4.8": HeadForm(key_group=None, value_group=None),
 }
 """The forms by their names."""
@@ -79,13 +88,13 @@ class CacheFormat:
         return self.first.repeat_interleave(batch // self.first.shape[0])
 
     def allocate(
-        self, states: Tensor, tokens: int, bits: int, group: int | None, still: Tensor | None
+        self, states: Tensor, tokens: int, bits: int, group: int | None, path: CenterPath | None
     ) -> Heads:
         """Memory for so many tokens like `states` [B, H, T, width]; for the others see `kernels.empty`."""
         batch, heads, _, width = states.shape
         return kernels.empty(
             (batch, heads, tokens, width), bits,
-            group=group, whole=self.heads.whole, still=still, dtype=states.dtype, device=states.device,
+            group=group, whole=self.heads.whole, path=path, dtype=states.dtype, device=states.device,
         )  # fmt: skip
 
 
@@ -117,8 +126,8 @@ class PackedStates:
 class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, [B, H, tokens, width], in few bits; it grows by GROWTH tokens.
 
-    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do. `still`
-    gives the channels of keys, of some width, that positions do not turn: `rotary.still_channels`.
+    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do. `path_of`
+    says which channels of keys have a center and how it turns: `rotary.CenterPaths`.
     """
 
     is_compileable = False
@@ -130,10 +139,10 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         form: CacheFormat,
         bits: LayerBits,
         window: int | None = None,
-        still: Callable[[int], Tensor] | None = None,
+        path_of: PathOf | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.form, self.bits, self.window, self.still = form, bits, window, still
+        self.form, self.bits, self.window, self.path_of = form, bits, window, path_of
         self.is_sliding = window is not None
         self.record_past = False
         self.key_heads: Heads | None = None
@@ -146,7 +155,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, with memory for later tokens."""
+        """Bytes of keys and values, with memory for later tokens; the path of centers counts by itself."""
         return sum(heads.nbytes for heads in self.heads)
 
     @property
@@ -162,10 +171,14 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.last_first = int(self.first.max()) if self.first.numel() else 0
         tokens = max(self.max_length, 0)
         form = self.form.heads
-        still = None if self.still is None else self.still(key_states.shape[3])
-        self.key_heads = self.form.allocate(key_states, tokens, self.bits.keys, form.key_group, still)
+        path = self._path(key_states.shape[3], tokens)
+        self.key_heads = self.form.allocate(key_states, tokens, self.bits.keys, form.key_group, path)
         self.value_heads = self.form.allocate(value_states, tokens, self.bits.values, form.value_group, None)
         self.is_initialized = True
+
+    def _path(self, width: int, tokens: int) -> CenterPath | None:
+        """The path of the center of keys for texts of so many tokens; None without a center."""
+        return None if self.path_of is None else self.path_of(width, tokens, self.device)
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -216,8 +229,10 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         live = self.end - self.start
         wanted = -(-(live + tokens) // GROWTH) * GROWTH
         moved = []
+        path = self._path(keys.shape[3], self.gone + self.start + wanted)
         for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            larger = self.form.allocate(states, wanted, heads.bits, heads.group, heads.still)
+            path_of_these = None if heads.path is None else path
+            larger = self.form.allocate(states, wanted, heads.bits, heads.group, path_of_these)
             larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
             moved.append(larger)
         self.key_heads, self.value_heads = moved
@@ -305,9 +320,9 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
         bits: LayerBits,
         max_length: int,
         places: TokenPositions | None = None,
-        still: Callable[[int], Tensor] | None = None,
+        path_of: PathOf | None = None,
     ) -> None:
-        super().__init__(form, bits, still=still)
+        super().__init__(form, bits, path_of=path_of)
         self.max_length, self.places = max_length, places
         self.length: Tensor | None = None
 

@@ -124,6 +124,7 @@ print(json.dumps(shared))
 
 KV = """
 from neuzip.kernels import kv_cache
+from neuzip.kernels.kv_cache import CenterPath
 from neuzip.kernels.device import launch
 from neuzip.kernels.kv_cache.triton import attend as triton_attend
 from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
@@ -138,9 +139,10 @@ for early, bits, group, width, values, dtype in (
 ):
     launch.has_pdl = lambda device: early
     grouped = {} if group is None else {"whole": 4, "dtype": dtype}
-    still = None if group is None else torch.ones(width, dtype=torch.bool)
+    rates, still = torch.ones(width // 2, dtype=torch.float64), torch.ones(width, dtype=torch.bool)
+    path = None if group is None else CenterPath.of(still, rates=rates)
     rooms = [
-        kv_cache.empty((2, 2, 30, w), bits, group=size, still=still if w == width else None, **grouped)
+        kv_cache.empty((2, 2, 30, w), bits, group=size, path=path if w == width else None, **grouped)
         for w, size in ((width, group), (values, group and 2 * group))
     ]
     for tokens, start in ((1, length), (20, 3)):

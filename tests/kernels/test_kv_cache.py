@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neuzip.kernels import kv_cache
-from neuzip.kernels.kv_cache import Heads, reference
+from neuzip.kernels.kv_cache import CenterPath, Heads, reference
 from neuzip.kernels.kv_cache import ops as torch_ops
 from neuzip.kernels.kv_cache.triton import attend as triton_attend
 from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
@@ -39,8 +40,20 @@ def room(
     shape: tuple[int, int, int, int], bits: int, *, group: int = 32, whole: int = 4, center: bool = True,
     dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None,
 ) -> Heads:  # fmt: skip
-    still = torch.arange(shape[3]) % 3 > 0 if center else None
-    return kv_cache.empty(shape, bits, group=group, whole=whole, still=still, dtype=dtype, device=device)
+    path = turning_path(shape[3], shape[2]) if center else None
+    return kv_cache.empty(shape, bits, group=group, whole=whole, path=path, dtype=dtype, device=device)
+
+
+def turning_path(width: int, tokens: int) -> CenterPath:
+    """Two of three channels have a center; half of those turn, by up to half a turn in 64 tokens.
+
+    Neighbours turn together in heads of 80 and 192 numbers.
+    """
+    rates = torch.linspace(0.01, 0.05, width // 4, dtype=torch.float64)
+    return CenterPath.of(
+        torch.arange(width) % 3 > 0, rates=rates, begin=2, apart=1 if width in (80, 192) else None, block=64,
+        tokens=tokens, origin=2.0,
+    )  # fmt: skip
 
 
 def by_torch(heads: list[Heads], numbers: list[Tensor], at: Any, first: Tensor) -> None:
@@ -49,7 +62,8 @@ def by_torch(heads: list[Heads], numbers: list[Tensor], at: Any, first: Tensor) 
 
 
 def moved(heads: Heads, device: torch.device) -> Heads:
-    return heads.texts(lambda tensor: tensor.to(device))
+    path = None if heads.path is None else heads.path.to(device)
+    return replace(heads.texts(lambda tensor: tensor.to(device)), path=path)
 
 
 def different(a: Heads, b: Heads) -> list[str]:
@@ -73,12 +87,15 @@ def different(a: Heads, b: Heads) -> list[str]:
 def test_kernels_store_and_load_the_bits_of_torch(
     bits: int, group: int, width: int, dtype: torch.dtype, device: torch.device
 ):
-    """The first tokens in several calls; zeros, NaN, infinities, tiny numbers; the rest stays as it was."""
+    """The first tokens in several calls, a block of centers that ends; zeros, NaN, infinities, tiny numbers.
+
+    The rest of the memory stays as it was.
+    """
     first = torch.tensor([7, 3])
     calls: list[tuple[Any, list[Tensor]]] = [
         (2, [states(2, 3, 7, width, seed=seed, dtype=dtype) for seed in (0, 1)]),
-        (9, [states(2, 3, 15, width, seed=seed, dtype=dtype) for seed in (2, 3)]),
-        (torch.tensor(24), [states(2, 3, 1, width, seed=seed, dtype=dtype) for seed in (4, 5)]),
+        (9, [states(2, 3, 62, width, seed=seed, dtype=dtype) for seed in (2, 3)]),
+        (torch.tensor(71), [states(2, 3, 1, width, seed=seed, dtype=dtype) for seed in (4, 5)]),
     ]
     x = calls[1][1][0]
     x[0, 0, 5], x[1, 1, 6, 2], x[1, 1, 7, 2], x[0, 2, 8, 1] = 0, torch.nan, torch.inf, -torch.inf
@@ -86,7 +103,7 @@ def test_kernels_store_and_load_the_bits_of_torch(
     made = []
     for store, place in ((by_torch, torch.device("cpu")), (triton_store.store, device)):
         rooms = [
-            room((2, 3, 30, width), b, group=g, center=center, dtype=dtype, device=place)
+            room((2, 3, 76, width), b, group=g, center=center, dtype=dtype, device=place)
             for b, g, center in (
                 (bits, group, True),
                 (3 if bits == 8 else bits + 1, 64, False),
@@ -100,10 +117,10 @@ def test_kernels_store_and_load_the_bits_of_torch(
         made.append(rooms)
     for expected, found in zip(*made, strict=True):
         assert different(expected, found) == []
-        assert bool((found.words[:, :, 25:] == -1).all())
+        assert bool((found.words[:, :, 72:] == -1).all())
         for dtype_read in (torch.float32, torch.bfloat16):
-            dense = torch_ops.load(expected.tokens(2, 25), first - 2, dtype_read).nan_to_num(77)
-            read = triton_load.load(found.tokens(2, 25), (first - 2).to(device), dtype_read).nan_to_num(77)
+            dense = torch_ops.load(expected.tokens(2, 72), first - 2, dtype_read).nan_to_num(77)
+            read = triton_load.load(found.tokens(2, 72), (first - 2).to(device), dtype_read).nan_to_num(77)
             assert torch.equal(read.cpu().view(torch.uint8), dense.view(torch.uint8))
 
 
@@ -170,24 +187,28 @@ def test_attention_is_within_its_rounding(
     bits: tuple[int, int], group: int, dtype: torch.dtype, texts: int, heads: int, queries: int,
     widths: tuple[int, int], device: torch.device, monkeypatch,
 ):  # fmt: skip
-    """Of tokens from the middle of a step on, some of them masked, by the kernel that `attend` chooses."""
+    """Of tokens from the middle of a step on, some of them masked, by the kernel that `attend` chooses.
+
+    A block of centers ends within a step, or where a step ends.
+    """
     monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 2)
     monkeypatch.setattr(triton_attend, "_shares", lambda *_: 2)
     first = torch.tensor([17, 0])[:texts]
-    rooms = filled(texts, heads, 70, widths, bits, first, dtype, group)
+    rooms = filled(texts, heads, 90, widths, bits, first, dtype, group)
     query = states(texts, heads * queries, widths[0], dtype=dtype)
-    mask = torch.arange(70) >= first[:, None]
+    mask = torch.arange(90) >= first[:, None]
     mask[:, 30:36] = False
     by_fragments = dtype != torch.float32 and group % 32 == 0
     assert triton_fragments.fits(query, *rooms) == by_fragments
     attend = (triton_fragments if by_fragments else triton_attend).attend
-    given = {"scaling": widths[0] ** -0.5, "length": torch.tensor(59), "mask": mask}
+    given = {"scaling": widths[0] ** -0.5, "length": torch.tensor(85), "mask": mask}
     assert distance(attend, query, rooms, first, device, **given) < ERRORS[dtype]
 
 
 @pytest.mark.parametrize("part", [triton_attend, triton_fragments])
 @pytest.mark.parametrize(
-    ("first", "length", "hidden"), [(-2, 40, 0), (-9, 40, 0), (0, 3, 0), (0, 4, 0), (30, 33, 30), (5, 40, 7)]
+    ("first", "length", "hidden"),
+    [(-2, 40, 0), (-9, 40, 0), (-45, 40, 0), (0, 3, 0), (0, 4, 0), (30, 33, 30), (5, 40, 7)],
 )
 def test_tokens_kept_whole_count_where_they_are(
     first: int, length: int, hidden: int, part: Any, device: torch.device

@@ -51,7 +51,7 @@ from neuzip.runtime.hf.kv_attention import not_readable
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import BY_A_KERNEL
 from neuzip.runtime.hf.load import load_model
-from neuzip.runtime.hf.rotary import still_channels
+from neuzip.runtime.hf.rotary import ChannelRates, channel_rates
 from neuzip.runtime.kv_bits import LayerBits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -459,8 +459,8 @@ class Rounded(DynamicCache):
         super().__init__(config=config)
         self.bits, self.first, self.form = bits, first.tolist(), form
         self.states = [(torch.zeros(0), torch.zeros(0))] * config.num_hidden_layers
-        self.still = [
-            still_channels(config, layer, 4096, config.hidden_size // config.num_attention_heads)
+        self.rates = [
+            channel_rates(config, layer, config.hidden_size // config.num_attention_heads)
             for layer in range(config.num_hidden_layers)
         ]
 
@@ -474,35 +474,43 @@ class Rounded(DynamicCache):
             torch.cat([old, x], 2) if old.numel() else x
             for old, x in zip(self.states[layer_idx], new, strict=True)
         )
-        keys = self.rounded(both[0], self.still[layer_idx])
+        keys = self.rounded(both[0], self.rates[layer_idx])
         values = self.rounded(both[1], None)
         return super().update(keys[:, :, -tokens:], values[:, :, -tokens:], layer_idx, *rest, **more)
 
-    def rounded(self, x: Tensor, still: Tensor | None) -> Tensor:
+    def rounded(self, x: Tensor, rates: ChannelRates | None) -> Tensor:
         """What x [B, H, N, width] becomes, text by text."""
         repeats = len(x) // len(self.first)
         starts = [first for first in self.first for _ in range(repeats)]
         of_text = plain_rounded if self.form == "a4.8" else rotated_rounded
-        return torch.stack([of_text(*text, self.bits, still) for text in zip(x, starts, strict=True)])
+        return torch.stack([of_text(*text, self.bits, rates) for text in zip(x, starts, strict=True)])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         self.states = [(k[beam_idx], v[beam_idx]) for k, v in self.states]
 
 
-def plain_rounded(x: Tensor, first: int, bits: int, still: Tensor | None) -> Tensor:
+def plain_rounded(x: Tensor, first: int, bits: int, rates: ChannelRates | None) -> Tensor:
     each = torch.where((torch.arange(x.shape[1]) == first) & (bits == 3), 4, bits)
     return quantize_heads(x, each, scale_dtype=torch.bfloat16).dequantize()
 
 
-def rotated_rounded(x: Tensor, first: int, bits: int, still: Tensor | None) -> Tensor:
-    """x [H, N, width]: six tokens from `first` on as they are, and keys less the mean of five of them."""
+def rotated_rounded(x: Tensor, first: int, bits: int, rates: ChannelRates | None) -> Tensor:
+    """x [H, N, width]: six tokens from `first` on as they are, and keys less the mean of five of them.
+
+    That mean is turned from about token 3 to the middle of the first 128 tokens.
+    """
     center = torch.zeros_like(x)
-    if still is not None and x.shape[1] > first + 6:
+    if rates is not None and x.shape[1] > first + 6:
         a, b, c, d, e = x[:, first + 1 : first + 6].unbind(1)
-        center[:, first + 6 :] = ((a + b + c + d + e) * (1 / 5) * still)[:, None]
+        mean = (a + b + c + d + e) * (1 / 5) * rates.still(512)
+        angle = rates.rates * (127 / 2 - 3)
+        cos, sin = angle.cos().float(), angle.sin().float()
+        one, other = mean[:, : 2 * len(angle)].chunk(2, -1)
+        turned = torch.cat([one * cos - other * sin, other * cos + one * sin, mean[:, 2 * len(angle) :]], -1)
+        center[:, first + 6 :] = turned[:, None]
     coded = (
-        hadamard(quantize_groups(hadamard(x - center), bits, 64 if still is None else 32).dequantize())
+        hadamard(quantize_groups(hadamard(x - center), bits, 64 if rates is None else 32).dequantize())
         + center
     )
     coded[:, first : first + 6] = x[:, first : first + 6]
@@ -626,7 +634,8 @@ def test_memory_is_counted_with_its_room(llama: PreTrainedModel, ids: Tensor):
     assert cache.nbytes == 0
     logits(llama, ids, cache, [20])
     texts, layers, heads, whole = 2, 2, 2, 6 * 16 * 4
-    fixed = layers * (texts * heads * (2 * whole + 16 * 4) + 16)  # keys have a center, and its channels
+    path = 16 + 2 * 2 * 16 * 4  # of all layers: the channels of a center, and angles for 256 tokens
+    fixed = layers * (texts * heads * (2 * whole + 16 * 4)) + path
     assert cache.nbytes == fixed + 2 * layers * texts * heads * kv_layers.GROWTH * (8 + 2)
     static = KVCache(llama.config, 4, max_length=30, form="a4.8")
     logits(llama, ids, static, [20])
@@ -805,7 +814,8 @@ def test_generate_says_what_its_cache_took(neuzip):
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu",
         "--json",
     ).json  # fmt: skip
-    fixed = 6 * (2 * (2 * 6 * 32 * 2 + 32 * 4) + 32)  # first tokens in bf16, the center of keys, its channels
+    # First tokens in bf16, the center of keys; its channels and angles for 256 tokens, of all layers
+    fixed = 6 * (2 * (2 * 6 * 32 * 2 + 32 * 4)) + 32 + 2 * 2 * 32 * 4
     assert (answer["kv_bits"], answer["kv_bytes"]) == (4, fixed + 6 * 2 * 2 * kv_layers.GROWTH * (16 + 2))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,22 +12,26 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV3Config,
     DynamicCache,
+    GlmConfig,
     GPT2Config,
     LlamaConfig,
+    SmolLM3Config,
     StableLmConfig,
 )
 
 from neuzip.errors import UsageError
 from neuzip.kernels import kv_cache
-from neuzip.kernels.kv_cache import Heads, reference
+from neuzip.kernels.kv_cache import CenterPath, Heads, reference
 from neuzip.kernels.kv_cache.ops import OF_TEXTS, OF_TOKENS
 from neuzip.kernels.quantizers import block_width, hadamard, quantize_groups, quantize_heads
 from neuzip.kernels.quantizers.kv_groups import COVER, SCALE_NAN, scales
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import FORMS, CacheFormat, KVLayer, StaticKVLayer
-from neuzip.runtime.hf.rotary import still_channels
+from neuzip.runtime.hf.rotary import CenterPaths, channel_rates
 from neuzip.runtime.kv_bits import LayerBits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +49,7 @@ def states(*shape: int, seed: int = 0) -> Tensor:
 
 
 def room(shape: tuple[int, int, int, int], bits: int, **options: Any) -> Heads:
-    options = {"group": 32, "whole": 4, "still": torch.arange(shape[3]) % 2 == 1, **options}
+    options = {"group": 32, "whole": 4, "path": CenterPath.of(torch.arange(shape[3]) % 2 == 1), **options}
     return kv_cache.empty(shape, bits, **options)
 
 
@@ -208,16 +214,52 @@ def test_the_mean_of_the_whole_tokens_is_taken_from_still_channels():
     assert torch.equal(kv_cache.load(heads, torch.tensor([0]), torch.float32)[0, 0, 4:], expected)
 
 
+def test_a_center_turns_from_block_to_block():
+    """Against complex numbers in fp64; behind the last block of the table it stays."""
+    rates = torch.tensor([0.01, 0.002]).double()
+    every = torch.ones(6, dtype=torch.bool)
+    path = CenterPath.of(every, rates=rates, begin=1, block=64, tokens=200, origin=2.5)
+    center = torch.tensor([[5.0, 3.0, -1.0, 0.5, 2.0, 7.0]])
+    pairs = torch.complex(center[0, 1:3].double(), center[0, 3:5].double())
+    for block in (0, 1, 3, 4):
+        turned = pairs * torch.polar(torch.ones(2).double(), rates * (min(block, 3) * 64 + 31.5 - 2.5))
+        expected = torch.cat([center[0, :1], turned.real.float(), turned.imag.float(), center[0, 5:]])
+        assert torch.allclose(path.at(center, block, block + 1)[0, 0], expected, atol=1e-6)
+    assert path.nbytes == 6 + 4 * 2 * 6 * 4
+    with pytest.raises(ValueError, match="`block=63`: a block of a center has 64 tokens or more"):
+        CenterPath.of(every, block=63)
+
+
+def test_a_part_that_keys_have_in_common_is_subtracted_far_into_a_text():
+    """What a rotary embedding makes of it: half a turn in 2,048 tokens, after which its mean is far off."""
+    tokens, pairs = 2048, 32
+    rates = torch.full((pairs,), math.pi / tokens, dtype=torch.float64)
+    turned = 8 * torch.polar(torch.ones(tokens, pairs).double(), torch.arange(tokens)[:, None] * rates)
+    x = torch.randn(1, 1, tokens, 2 * pairs, generator=torch.Generator().manual_seed(0))
+    x += torch.cat([turned.real, turned.imag], -1).float()
+    still = torch.ones(2 * pairs, dtype=torch.bool)
+    lost = {}
+    for name, path in (
+        ("turns", CenterPath.of(still, rates=rates, block=256, tokens=tokens, origin=2.0)),
+        ("stays", CenterPath.of(still)),
+    ):
+        heads = room((1, 1, tokens, 2 * pairs), 4, path=path)
+        kv_cache.store([heads], [x], 0, torch.tensor([0]))
+        off = (kv_cache.load(heads, torch.tensor([0]), torch.float32) - x)[0, 0].square().mean(1)
+        lost[name] = float(off[-256:].mean() / off[4:256].mean())
+    assert lost["turns"] < 1.1 and lost["stays"] > 4
+
+
 def test_every_byte_is_counted():
     heads = room((2, 3, 50, 128), 4)
-    assert heads.nbytes == 2 * 3 * (50 * (64 + 2 * 4) + 4 * 128 * 2 + 128 * 4) + 128
+    assert heads.nbytes == 2 * 3 * (50 * (64 + 2 * 4) + 4 * 128 * 2 + 128 * 4)
     values = kv_cache.empty((2, 3, 50, 80), 3, group=64, whole=4)
     assert values.nbytes == 2 * 3 * (50 * (4 * (5 + 3) + 2 * 2) + 4 * 80 * 2)
 
 
 def test_reference_attends_to_the_numbers_that_are_loaded():
     first = torch.tensor([3, 0])
-    keys, values = room((2, 2, 30, 64), 4), room((2, 2, 30, 80), 4, group=64, still=None)
+    keys, values = room((2, 2, 30, 64), 4), room((2, 2, 30, 80), 4, group=64, path=None)
     for heads, seed in ((keys, 1), (values, 2)):
         kv_cache.store([heads], [states(2, 2, 30, heads.width, seed=seed)], 0, first)
     query = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(3))
@@ -234,25 +276,27 @@ def test_reference_attends_to_the_numbers_that_are_loaded():
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("bits", [8, 4, 3])
 def test_layers_of_all_kinds_keep_the_same_bits(name: Any, bits: int, monkeypatch):
-    """A growing layer, one of fixed size and a sliding one; at once, and token by token."""
+    """A growing layer, one of fixed size and a sliding one; at once, and token by token.
+
+    The last tokens of both texts are in the second block of centers, and the first of them come one by one.
+    """
     monkeypatch.setattr("neuzip.runtime.hf.kv_layers.GROWTH", 4)
     config, first = LlamaConfig(hidden_size=128, num_attention_heads=2), torch.tensor([5, 0])
-    keys, values = states(2, 2, 40, 64), states(2, 2, 40, 64, seed=1)
-
-    def still(width: int) -> Tensor:
-        return still_channels(config, 0, 1024.0, width)
+    keys, values = states(2, 2, 72, 64), states(2, 2, 72, 64, seed=1)
+    form = replace(FORMS[name], center_block=64)
 
     def made(kind: type[KVLayer], parts: list[int], *options: Any) -> tuple[Tensor, Tensor]:
-        layer = kind(CacheFormat(FORMS[name], first), LayerBits(bits, bits), *options, still=still)
+        path_of = partial(CenterPaths(form.still_wavelength, form.center_block, form.whole).path, config, 0)
+        layer = kind(CacheFormat(form, first), LayerBits(bits, bits), *options, path_of=path_of)
         for k, v in zip(keys.split(parts, 2), values.split(parts, 2), strict=True):
             shown = layer.update(k, v)
-        return tuple(x[:, :, :40][:, :, -8:] for x in shown)  # type: ignore[return-value, union-attr]
+        return tuple(x[:, :, :72][:, :, -8:] for x in shown)  # type: ignore[return-value, union-attr]
 
-    ones = [11, *[1] * 29]
-    expected = made(KVLayer, [40])
+    ones = [11, 48, *[1] * 13]
+    expected = made(KVLayer, [72])
     for found in (
-        made(KVLayer, ones), made(StaticKVLayer, [40], 44), made(StaticKVLayer, ones, 44),
-        made(KVLayer, [40], 8), made(KVLayer, ones, 8), made(KVLayer, [7, 33], 8),
+        made(KVLayer, ones), made(StaticKVLayer, [72], 76), made(StaticKVLayer, ones, 76),
+        made(KVLayer, [72], 8), made(KVLayer, ones, 8), made(KVLayer, [7, 65], 8),
     ):  # fmt: skip
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not torch.equal(expected[0], keys[:, :, -8:])
@@ -260,12 +304,12 @@ def test_layers_of_all_kinds_keep_the_same_bits(name: Any, bits: int, monkeypatc
 
 def test_still_channels_follow_the_config():
     llama = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    found = still_channels(llama, 0, 1024.0, 64)
+    found = channel_rates(llama, 0, 64).still(1024.0)
     assert torch.equal(found[:32], found[32:])
     assert found[:32].tolist() == [2 * math.pi * 1e4 ** (i / 32) >= 1024 for i in range(32)]
-    assert bool(still_channels(GPT2Config(), 0, 1024.0, 64).all())
+    assert bool(channel_rates(GPT2Config(), 0, 64).still(1024.0).all())
     llama.rope_parameters["partial_rotary_factor"] = 0.5
-    assert bool(still_channels(llama, 0, 1024.0, 64)[32:].all())
+    assert bool(channel_rates(llama, 0, 64).still(1024.0)[32:].all())
 
 
 LATENT = DeepseekV3Config(
@@ -281,31 +325,51 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+SCALED: dict[str, dict[str, Any]] = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "linear": {"factor": 4.0},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "config",
     [
         LlamaConfig(**SMALL), StableLmConfig(**SMALL, partial_rotary_factor=0.25),
         GPT2Config(n_embd=64, n_head=2, n_layer=1), LATENT,
+        CohereConfig(**SMALL), GlmConfig(**SMALL, head_dim=32),
+        Cohere2Config(**SMALL, layer_types=["full_attention"]), SmolLM3Config(**SMALL, no_rope_layers=[0]),
+        *(LlamaConfig(**SMALL, rope_scaling={"rope_type": kind, "rope_theta": 1e4, **rest})
+          for kind, rest in SCALED.items()),
     ],
-    ids=lambda config: config.model_type,
+    ids=["llama", "stablelm", "gpt2", "deepseek_v3", "cohere", "glm", "cohere2", "smollm3", *SCALED],
 )  # fmt: skip
-def test_still_channels_are_those_that_a_models_positions_leave_alone(config: Any):
-    """A text of one token again and again: only channels that turn differ from place to place."""
+def test_channels_turn_as_a_models_positions_turn_them(config: Any):
+    """A text of one token again and again: its keys differ from place to place by what positions do."""
     model = AutoModelForCausalLM.from_config(config).eval()
     if config.model_type == "gpt2":
         model.transformer.wpe.weight.data.zero_()  # positions that are added to the embedding
     cache = DynamicCache(config=config)
     with torch.no_grad():
-        model(torch.full((1, 9), 5), past_key_values=cache)
-    keys = cache.layers[0].keys
-    alike = ((keys - keys[:, :, :1]).abs() < 1e-5).all(0).all(0).all(0)
-    assert torch.equal(still_channels(config, 0, math.inf, keys.shape[-1]), alike)
+        model(torch.full((1, 60), 5), past_key_values=cache)
+    keys = cache.layers[0].keys.double()
+    channels = channel_rates(config, 0, keys.shape[-1])
+    pairs, turning = len(channels.rates), slice(channels.begin, channels.begin + 2 * len(channels.rates))
+    parts = keys[:, :, 0, turning].unflatten(-1, (-1, 2, channels.apart)).unbind(-2)
+    first = torch.complex(*(part.flatten(-2) for part in parts))[:, :, None] if pairs else torch.zeros(0)
+    turned = first * torch.polar(torch.ones(60, pairs).double(), torch.arange(60)[:, None] * channels.rates)
+    each = [part.unflatten(-1, (-1, channels.apart)) for part in (turned.real, turned.imag)]
+    expected = keys[:, :, :1].expand_as(keys).clone()
+    expected[..., turning] = torch.stack(each, -2).flatten(-3)
+    assert (keys - expected).abs().max() < 1e-5 * keys.abs().max() * 60
 
 
 def test_the_last_channels_of_whole_latent_keys_turn():
     """transformers 4.57 caches keys and values, not latents."""
-    found = still_channels(LATENT, 0, math.inf, 24)
-    assert found.tolist() == [True] * 16 + [False] * 8
+    found = channel_rates(LATENT, 0, 24)
+    assert found.still(math.inf).tolist() == [True] * 16 + [False] * 8
+    assert (found.begin, len(found.rates)) == (16, 4)
 
 
 def test_latents_are_quantised_and_no_kernel_reads_them():

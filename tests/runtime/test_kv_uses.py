@@ -63,6 +63,8 @@ def test_wrong_forms_are_refused():
     for wrong in ({"key_group": 0}, {"value_group": -1}, {"whole": -1}, {"still_wavelength": float("nan")}):
         with pytest.raises(UsageError, match="groups have 1 or more numbers, and no number is below 0"):
             kv_layers.HeadForm(**{"key_group": 32, "value_group": 64, **wrong})
+    with pytest.raises(UsageError, match="`center_block` is 64 tokens or more"):
+        kv_layers.HeadForm(32, 64, center_block=63)
 
 
 def test_a_full_cache_and_another_batch_are_refused(llama: PreTrainedModel, ids: Tensor):

@@ -20,8 +20,22 @@ from triton.language.extra import cuda
 from neuzip.kernels.device.floats import widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
-from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides, plane_counts
-from neuzip.kernels.kv_cache.triton.groups import group_width, scale_of_byte, turn_width, turned
+from neuzip.kernels.kv_cache.triton.arguments import (
+    center_strides,
+    first_bit_strides,
+    last_block,
+    path_arrays,
+    path_constants,
+    plane_counts,
+)
+from neuzip.kernels.kv_cache.triton.groups import (
+    block_of,
+    group_width,
+    loaded_center,
+    scale_of_byte,
+    turn_width,
+    turned,
+)
 from neuzip.kernels.kv_cache.triton.shares import (
     LOG2_E,
     QUERIES,
@@ -66,9 +80,11 @@ def attend(
         _share_kernel, (parts.shares, heads, batch),
         *parts.arrays, query, first, mask, length, LOG2_E * scaling, width, values.width,
         *query.stride()[:2], mask_stride(mask), *_arguments(keys), *_arguments(values), keys.capacity,
+        *path_arrays(keys), *center_strides(keys), last_block(keys),
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
         MULTIPLIED=_multiplied(query.dtype), GROUP=group, QUERIES=QUERIES, STEP=tile["step"],
-        WHOLE=keys.whole, TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values),
+        WHOLE=keys.whole, PATH=path_constants(keys), TURN=turn_width(keys), **_constants("K", keys),
+        **_constants("V", values),
         num_warps=config["num_warps"], num_stages=config["num_stages"], pdl=True, device=query.device,
     )  # fmt: skip
     return join(query, keys, values, first, parts, scaling=scaling, length=length, mask=mask)
@@ -178,7 +194,24 @@ def numbers_of(
     return (codes.to(tl.float32) - offset) * scale
 
 
-@triton.jit(do_not_specialize=["length_ptr", "capacity"])
+@triton.jit
+def _center_logits(
+    query_ptr, rows, stride_qh, center_ptr, table_ptr, block, last_block, scaling, real, width,
+    COLUMNS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """What the center of a block adds to logits of its tokens, fp32 [QUERIES]; 0 before the first block."""
+    columns = tl.arange(0, COLUMNS)
+    there = columns < width
+    q = tl.load(
+        query_ptr + rows[:, None] * stride_qh + columns[None, :],
+        mask=real[:, None] & there[None, :],
+        other=0.0,
+    )
+    center = loaded_center(center_ptr, table_ptr, block, last_block, columns, there, width, PATH)
+    return tl.where(block >= 0, tl.sum(widened(q) * center[None, :], 1) * scaling, 0.0)
+
+
+@triton.jit(do_not_specialize=["length_ptr", "capacity", "last_block"])
 def _share_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling, k_width, v_width,
     stride_qb, stride_qh, stride_mb,
@@ -186,9 +219,10 @@ def _share_kernel(
     stride_kwb, stride_kwh, stride_kwt, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vz_ptr, vf_ptr,
     stride_vwb, stride_vwh, stride_vwt, stride_vsb, stride_vsh, stride_vfb, stride_vfh, capacity,
+    center_ptr, table_ptr, stride_cb, stride_ch, last_block,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, MULTIPLIED: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
-    WHOLE: tl.constexpr, TURN: tl.constexpr,
+    WHOLE: tl.constexpr, PATH: tl.constexpr, TURN: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_COLUMNS: tl.constexpr,
     K_FIRST: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_COLUMNS: tl.constexpr,
@@ -231,6 +265,16 @@ def _share_kernel(
     weight = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, V_COLUMNS], tl.float32)
     rows = tl.arange(0, STEP)
+    if center_ptr is not None:
+        center_ptr += text * stride_cb + head * stride_ch
+        query_ptr += text * stride_qb
+        real = offs_q < GROUP
+        block = block_of(begin - first, PATH)
+        next_block = first + (block + 1) * PATH[0]
+        center_logits = _center_logits(
+            query_ptr, queries, stride_qh, center_ptr, table_ptr, block, last_block, scaling, real, k_width,
+            K_COLUMNS, PATH,
+        )  # fmt: skip
     for at in range(begin, end, STEP):
         tokens = at + rows
         there = tokens < end
@@ -241,6 +285,18 @@ def _share_kernel(
             K_BITS, K_WIDTHS, K_COUNTS, K_FIRST, K_GROUPS, K_GROUP, STEP, K_COLUMNS,
         ).to(MULTIPLIED)  # fmt: skip
         logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scaling  # [QUERIES, STEP]
+        if center_ptr is not None:
+            logits += center_logits[:, None]
+            if at + STEP > next_block:  # it begins within this step, or with it
+                block += 1
+                more = center_logits
+                center_logits = _center_logits(
+                    query_ptr, queries, stride_qh, center_ptr, table_ptr, block, last_block, scaling, real,
+                    k_width, K_COLUMNS, PATH,
+                )  # fmt: skip
+                more = center_logits - more
+                logits += tl.where((tokens >= next_block)[None, :], more[:, None], 0.0)
+                next_block += PATH[0]
         if WHOLE > 0:
             there = there & ((tokens < first) | (tokens >= first + WHOLE))
         if mask_ptr is not None:

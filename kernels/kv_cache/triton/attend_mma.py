@@ -17,6 +17,8 @@ then: nothing else is. A value is (code - 2^(bits - 1)) scale + middle, and the 
 is an fp32 sum of its own. Middles are few different numbers: rounded to bf16, as an earlier version did, they
 have errors that do not average out over many tokens (a relative error of 7e-3 for 32,768 on an H100).
 
+What the center of a block of keys adds to the logits is computed once a share, and where a block begins.
+
 The base of a query is such that its weights times scales fit into fp16. It is raised only when one exceeds it
 by 2^RISE, so that sums are seldom multiplied.
 """
@@ -34,8 +36,15 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
-from neuzip.kernels.kv_cache.triton.arguments import first_bit_strides, plane_counts
-from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width
+from neuzip.kernels.kv_cache.triton.arguments import (
+    center_strides,
+    first_bit_strides,
+    last_block,
+    path_arrays,
+    path_constants,
+    plane_counts,
+)
+from neuzip.kernels.kv_cache.triton.groups import block_of, group_width, turn_width
 from neuzip.kernels.kv_cache.triton.mma_codes import (
     group_patterns,
     group_sums,
@@ -47,6 +56,7 @@ from neuzip.kernels.kv_cache.triton.mma_codes import (
     where_counted,
 )
 from neuzip.kernels.kv_cache.triton.mma_steps import (
+    center_logits,
     counted,
     exceed,
     key_products,
@@ -56,6 +66,7 @@ from neuzip.kernels.kv_cache.triton.mma_steps import (
     value_factors,
     weights_of,
     with_largest_scale,
+    with_next_center,
     with_values,
     with_weights,
 )
@@ -123,13 +134,14 @@ def attend(
     numbers = [_together(heads) for heads in stored]
     launch(
         _fragments_kernel, (parts.shares, heads, batch),
-        *parts.arrays, query.view(torch.int16), first, mask, length, LOG2_E * scaling * _scale_unit(keys),
+        *parts.arrays, query.view(torch.int16), first, mask, length, LOG2_E * scaling,
         *query.stride()[:2], mask_stride(mask),
         *_arguments(stored[0], numbers[0]), *_arguments(stored[1], numbers[1]), keys.capacity,
-        stored[0].capacity - STEP,
+        stored[0].capacity - STEP, *path_arrays(keys), *center_strides(keys), last_block(keys),
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
-        HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, TURN=turn_width(keys),
-        **_constants("K", keys), **_constants("V", values), **_pieces(values), V_UNIT=_scale_unit(values),
+        HALF=query.dtype == torch.float16, GROUP=group, WHOLE=keys.whole, PATH=path_constants(keys),
+        TURN=turn_width(keys), **_constants("K", keys), **_constants("V", values), **_pieces(values),
+        K_UNIT=_scale_unit(keys), V_UNIT=_scale_unit(values),
         K_SCALES=numbers[0][0].shape[3], V_SCALES=numbers[1][0].shape[3],
         COMPILED=is_compiled(_fragments_kernel), num_warps=1,
         maxnreg=launch_for("kv_cache.attend_mma", query.device, **shape)["registers"],
@@ -237,18 +249,18 @@ def _load_values(
     return values
 
 
-@triton.jit(do_not_specialize=["length_ptr", "capacity", "last_step"])
+@triton.jit(do_not_specialize=["length_ptr", "capacity", "last_step", "last_block"])
 def _fragments_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling,
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kz_ptr, kf_ptr, stride_kwb, stride_kwh, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vz_ptr, vf_ptr, stride_vwb, stride_vwh, stride_vsb, stride_vsh, stride_vfb, stride_vfh,
-    capacity, last_step,
+    capacity, last_step, center_ptr, table_ptr, stride_cb, stride_ch, last_block,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    WHOLE: tl.constexpr, TURN: tl.constexpr,
+    WHOLE: tl.constexpr, PATH: tl.constexpr, TURN: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_PLANES: tl.constexpr,
     K_ROW: tl.constexpr, K_WIDTH: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr,
-    K_FIRST: tl.constexpr, K_SCALES: tl.constexpr,
+    K_FIRST: tl.constexpr, K_SCALES: tl.constexpr, K_UNIT: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_PLANES: tl.constexpr,
     V_ROW: tl.constexpr, V_WIDTH: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr,
     V_FIRST: tl.constexpr, V_SCALES: tl.constexpr, V_UNIT: tl.constexpr,
@@ -301,7 +313,7 @@ def _fragments_kernel(
             query_numbers(query_ptr + row * stride_qh, row < GROUP, q, K_WIDTH, TURN, HALF, COMPILED),
         )
     unit, inverse = query_unit(queries)
-    scaling *= inverse
+    product_scaling = scaling * K_UNIT * inverse
     for n in tl.static_range(TILES):
         of_tile = query_fragments(queries[n], unit, COMPILED)
         fragments += (of_tile,)
@@ -316,6 +328,16 @@ def _fragments_kernel(
             of_tile += ((zero, zero),)
         weight_sums += (of_tile,)
 
+    centers = ()
+    if center_ptr is not None:
+        center_ptr += text * stride_cb + head * stride_ch
+        block = block_of(begin - first, PATH)
+        next_block = first + (block + 1) * PATH[0]
+        centers = center_logits(
+            query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling,
+            GROUP, K_WIDTH, HALF, PATH,
+        )  # fmt: skip
+
     for begin_of_step in range(begin, end, _STEP):
         counts = counted(r + at, begin_of_step, end, first, WHOLE)
         is_first = r + at == first, r + at + 8 == first
@@ -323,7 +345,17 @@ def _fragments_kernel(
             keys, k_extras, is_first, fragments, query_sums,
             K_GROUPS, BLOCKS, EACH, K_PLANES, K_BITS, kz_ptr is not None, COMPILED,
         )  # fmt: skip
-        logits = masked_logits(logits, mask_ptr, r + at, counts, scaling, MASK_IS_BOOL)
+        logits = masked_logits(logits, centers, mask_ptr, r + at, counts, product_scaling, MASK_IS_BOOL)
+        if center_ptr is not None:  # noqa: SIM102  (the compiler knows this, not what follows)
+            if begin_of_step + (_STEP - 1) >= next_block:  # it begins within this step, or with it
+                block += 1
+                its_centers = center_logits(
+                    query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling,
+                    GROUP, K_WIDTH, HALF, PATH,
+                )  # fmt: skip
+                logits = with_next_center(logits, centers, its_centers, r + at, next_block)
+                centers = its_centers
+                next_block += PATH[0]
         after = tl.minimum(begin_of_step + _STEP, last_step)
         keys = _load_keys(k_rows, ks_rows, kz_rows, after, q, K_WIDTHS, K_COUNTS, K_ROW, K_WIDTH, K_SCALES)
         scales = where_counted(factors[0][0], counts[0]), where_counted(factors[1][0], counts[1])

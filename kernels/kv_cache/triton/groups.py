@@ -1,4 +1,4 @@
-"""Rotated heads in groups, in Triton: the bits that `quantizers.hadamard` and `quantizers.kv_groups` give."""
+"""Rotated heads in groups, and their centers, in Triton: the bits that `quantizers` and `centers` give."""
 
 from __future__ import annotations
 
@@ -48,3 +48,56 @@ def turned(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr):
 def scale_of_byte(byte):
     """The fp32 number that a scale byte, int32, stands for."""
     return (byte << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * _UNIT
+
+
+@triton.jit
+def partner_of(columns, PATH: tl.constexpr):
+    """The channel with which each one turns: `arguments.path_constants`."""
+    BEGIN: tl.constexpr = PATH[1]
+    PAIRS: tl.constexpr = PATH[2]
+    APART: tl.constexpr = PATH[3]
+    place = columns - BEGIN
+    is_first = place // APART % 2 == 0
+    turns = (place >= 0) & (place < 2 * PAIRS)
+    return tl.where(turns, tl.where(is_first, columns + APART, columns - APART), columns)
+
+
+@triton.jit
+def block_of(place, PATH: tl.constexpr):
+    """The block of centers in which a token lies; -1 before the first token of a text, where `place` is 0."""
+    BLOCK: tl.constexpr = PATH[0]
+    return (tl.maximum(place, -1) + BLOCK) // BLOCK - 1
+
+
+@triton.jit
+def center_at(center, partner, table_ptr, block, last_block, columns, real, width):
+    """The center in a block, fp32 as `columns`: `center` and that of the partners, turned by its angle."""
+    row = table_ptr + tl.minimum(tl.maximum(block, 0), last_block).to(tl.int64) * (2 * width)
+    cosine = tl.load(row + columns, mask=real, other=0.0)
+    sine = tl.load(row + width + columns, mask=real, other=0.0)
+    return center * cosine + partner * sine
+
+
+@triton.jit
+def loaded_center(center_ptr, table_ptr, block, last_block, columns, real, width, PATH: tl.constexpr):
+    """`center_at` of a center in memory."""
+    center = tl.load(center_ptr + columns, mask=real, other=0.0)
+    partner = tl.load(center_ptr + partner_of(columns, PATH), mask=real, other=0.0)
+    return center_at(center, partner, table_ptr, block, last_block, columns, real, width)
+
+
+@triton.jit
+def centers_of_rows(
+    center, partner, table_ptr, place, begin, last_block, columns, real, WIDTH: tl.constexpr,
+    PATH: tl.constexpr,
+):  # fmt: skip
+    """The center in the block of each token, fp32 [ROWS, COLUMNS]; ROWS is at most the tokens of a block.
+
+    `place` [ROWS] counts from the first token of a text, and `begin` is the first of them. Tokens before the
+    text, with negative places, get any number.
+    """
+    BLOCK: tl.constexpr = PATH[0]
+    block = tl.maximum(begin, 0) // BLOCK
+    one = center_at(center, partner, table_ptr, block, last_block, columns, real, WIDTH)
+    other = center_at(center, partner, table_ptr, block + 1, last_block, columns, real, WIDTH)
+    return tl.where((place >= (block + 1) * BLOCK)[:, None], other[None, :], one[None, :])

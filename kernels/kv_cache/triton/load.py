@@ -16,11 +16,14 @@ from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import (
     center_strides,
     first_bit_strides,
+    last_block,
+    path_arrays,
+    path_constants,
     scales_are_together,
     whole_strides,
 )
 from neuzip.kernels.kv_cache.triton.attend import numbers_of, rows_of
-from neuzip.kernels.kv_cache.triton.groups import group_width, turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import centers_of_rows, group_width, partner_of, turn_width, turned
 from neuzip.kernels.kv_cache.triton.store import NUMBERS, padded
 from neuzip.kernels.quantizers import plane_widths, words
 
@@ -41,25 +44,28 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     widths = plane_widths(heads.bits)
     launch(
         _load_kernel, (triton.cdiv(tokens, rows), count, batch),
-        out, *rows_of(heads), heads.first, heads.center, first, tokens, heads.width, *out.stride()[:2],
-        *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads),
+        out, *rows_of(heads), heads.first, *path_arrays(heads), first, tokens, last_block(heads),
+        *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2], *first_bit_strides(heads),
         *whole_strides(heads), *center_strides(heads),
         BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
         FIRST_COUNT=words(heads.width, 1), GROUPS=heads.scale.shape[3], GROUP=group_width(heads),
-        WHOLE=heads.whole, TURN=turn_width(heads), ROWS=rows, COLUMNS=columns,
+        WHOLE=heads.whole, PATH=path_constants(heads), TURN=turn_width(heads), WIDTH=heads.width,
+        ROWS=rows, COLUMNS=columns,
         COMPILED=is_compiled(_load_kernel), num_warps=4, enable_fp_fusion=False, device=out.device,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "last_block"])
 def _load_kernel(
-    out_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, first_ptr, tokens, width,
+    out_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, table_ptr,
+    first_ptr, tokens, last_block,
     stride_ob, stride_oh, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb, stride_fh,
     stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
     BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, FIRST_COUNT: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, PATH: tl.constexpr,
+    TURN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = out_ptr.dtype.element_ty
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -67,7 +73,8 @@ def _load_kernel(
     rows = begin + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     there = rows < tokens
-    inside = there[:, None] & (columns < width)[None, :]
+    real = columns < WIDTH
+    inside = there[:, None] & real[None, :]
     if first_bits_ptr is not None:
         first_bits_ptr += text * stride_fb + head * stride_fh
     first = tl.load(first_ptr + text)
@@ -79,10 +86,14 @@ def _load_kernel(
     )  # fmt: skip
     numbers = turned(numbers, ROWS, COLUMNS, TURN)
     if center_ptr is not None:
-        center = tl.load(
-            center_ptr + text * stride_cb + head * stride_ch + columns, mask=columns < width, other=0.0
+        center_ptr += text * stride_cb + head * stride_ch
+        center = tl.load(center_ptr + columns, mask=real, other=0.0)
+        partner = tl.load(center_ptr + partner_of(columns, PATH), mask=real, other=0.0)
+        place = rows - first
+        centers = centers_of_rows(
+            center, partner, table_ptr, place, begin - first, last_block, columns, real, WIDTH, PATH
         )
-        numbers = tl.where((rows - first >= WHOLE)[:, None], numbers + center[None, :], numbers)
+        numbers = tl.where((place >= WHOLE)[:, None], numbers + centers, numbers)
     result = rounded(numbers, KIND, COMPILED)
     if WHOLE > 0:
         place = rows - first
@@ -93,7 +104,7 @@ def _load_kernel(
         )  # fmt: skip
         result = tl.where(is_whole, rounded(widened(whole), KIND, COMPILED), result)
     tl.store(
-        out_ptr + text * stride_ob + head * stride_oh + rows[:, None] * width + columns[None, :],
+        out_ptr + text * stride_ob + head * stride_oh + rows[:, None] * WIDTH + columns[None, :],
         result,
         mask=inside,
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from neuzip.kernels.device.mma_fragments import exchanged, multiply, pair_of, transposed
+from neuzip.kernels.device.mma_fragments import exchanged, float_of, multiply, pair_of, transposed
+from neuzip.kernels.kv_cache.triton.groups import loaded_center, power_of_two
 from neuzip.kernels.kv_cache.triton.mma_codes import (
     code_offset,
     group_scale,
@@ -280,8 +281,66 @@ def counted(token, begin, end, first, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def masked_logits(products, mask_ptr, token, counts, scaling, MASK_IS_BOOL: tl.constexpr):
-    """Logits in base 2 of the tokens `token` and 8 behind it: minus infinity if they do not count."""
+def center_logits(
+    query_ptr, stride_qh, center_ptr, table_ptr, block, last_block, scaling,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """What the center of a block adds to logits of its tokens, for the queries 2 q and 2 q + 1 of each tile.
+
+    0 before the first block. Sums are fp32, of queries as they are given.
+    """
+    TILES: tl.constexpr = (GROUP + 7) // 8
+    row, columns = tl.arange(0, 8 * TILES), tl.arange(0, power_of_two(WIDTH))
+    real = columns < WIDTH
+    patterns = tl.load(
+        query_ptr + row[:, None] * stride_qh + columns[None, :],
+        mask=(row < GROUP)[:, None] & real[None, :], other=0,
+    )  # fmt: skip
+    center = loaded_center(center_ptr, table_ptr, block, last_block, columns, real, WIDTH, PATH)
+    products = float_of(patterns.to(tl.int32), HALF) * center[None, :]
+    total = tl.where(block >= 0, tl.sum(products, 1) * scaling, 0.0)
+    tiles = ()
+    if TILES == 1:
+        tiles += (_of_threads(total),)
+    else:
+        one, other = tl.split(tl.trans(tl.reshape(total, [2, 8])))
+        tiles += (_of_threads(one), _of_threads(other))
+    return tiles
+
+
+@triton.jit
+def _of_threads(numbers):
+    """Numbers [8], one for each query, spread: those of the queries 2 q and of 2 q + 1, arrays [32]."""
+    even, odd = tl.split(tl.reshape(numbers, [4, 2]))
+    spread = ()
+    for n in tl.static_range(2):
+        its = even if n == 0 else odd
+        spread += (tl.reshape(tl.broadcast_to(its[None, :], [8, 4]), [32]),)
+    return spread
+
+
+@triton.jit
+def with_next_center(logits, centers, after, token, begin):
+    """Logits, of which the tokens from `begin` on have the center logits `after` in place of `centers`.
+
+    `token` is the first of a step.
+    """
+    changed = ()
+    for n in tl.static_range(len(logits)):
+        quad = ()
+        for i in tl.static_range(4):
+            more = after[n][i % 2] - centers[n][i % 2]
+            quad += (logits[n][i] + tl.where(token + 8 * (i // 2) >= begin, more, 0.0),)
+        changed += (quad,)
+    return changed
+
+
+@triton.jit
+def masked_logits(products, centers, mask_ptr, token, counts, scaling, MASK_IS_BOOL: tl.constexpr):
+    """Logits in base 2 of the tokens `token` and 8 behind it: minus infinity if they do not count.
+
+    `centers` has what the center of keys adds, for the queries of each tile, or is empty.
+    """
     logits = ()
     there = ()
     added = ()
@@ -299,7 +358,10 @@ def masked_logits(products, mask_ptr, token, counts, scaling, MASK_IS_BOOL: tl.c
     for n in tl.static_range(len(products)):
         quad = ()
         for i in tl.static_range(4):
-            logit = products[n][i] * scaling + added[i // 2]
+            more = added[i // 2]
+            if len(centers) > 0:
+                more = centers[n][i % 2] if mask_ptr is None else centers[n][i % 2] + more
+            logit = products[n][i] * scaling + more
             quad += (tl.where(there[i // 2], logit, float("-inf")),)
         logits += (quad,)
     return logits

@@ -19,7 +19,7 @@ from neuzip.kernels.device.floats import widened
 from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.kv_cache.ops import Heads
-from neuzip.kernels.kv_cache.triton.arguments import center_strides, scales_are_together, whole_strides
+from neuzip.kernels.kv_cache.triton.arguments import scales_are_together, whole_strides
 from neuzip.kernels.kv_cache.triton.groups import power_of_two, turn_width, turned
 from neuzip.kernels.kv_cache.triton.store import padded
 from neuzip.kernels.tuning import launch_for
@@ -131,9 +131,9 @@ def join(
     config = launch_for("kv_cache.join", query.device)
     launch(
         _join_kernel, (query.shape[1], query.shape[0]),
-        out, *parts.arrays, shares, query, keys.first, values.first, keys.center, first, mask, length,
+        out, *parts.arrays, shares, query, keys.first, values.first, first, mask, length,
         LOG2_E * scaling, *query.stride()[:2], mask_stride(mask), *whole_strides(keys),
-        *whole_strides(values), *center_strides(keys), keys.capacity,
+        *whole_strides(values), keys.capacity,
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask), GROUP=parts.group,
         WHOLE=keys.whole, TURN=turn_width(values), K_WIDTH=query.shape[2], V_WIDTH=width,
         K_COLUMNS=padded(query.shape[2]), V_COLUMNS=padded(width),
@@ -152,9 +152,9 @@ def in_base_2(added):
 
 @triton.jit(do_not_specialize=["length_ptr", "capacity"])
 def _join_kernel(
-    out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, query_ptr, k_ptr, v_ptr, center_ptr, first_ptr,
+    out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, query_ptr, k_ptr, v_ptr, first_ptr,
     mask_ptr, length_ptr, scaling, stride_qb, stride_qh, stride_mb, stride_kb, stride_kh, stride_kt,
-    stride_vb, stride_vh, stride_vt, stride_cb, stride_ch, capacity,
+    stride_vb, stride_vh, stride_vt, capacity,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
     TURN: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_COLUMNS: tl.constexpr,
     V_COLUMNS: tl.constexpr, SHARES: tl.constexpr, EACH: tl.constexpr, USE_PDL: tl.constexpr,
@@ -175,8 +175,7 @@ def _join_kernel(
         length = (tl.load(length_ptr) if LENGTH_IS_POINTER else length_ptr).to(tl.int32)
         head = query // GROUP
         logits = _whole_logits(
-            its, k_ptr + text * stride_kb + head * stride_kh, stride_kt,
-            center_ptr, text * stride_cb + head * stride_ch, mask_ptr, text * stride_mb,
+            its, k_ptr + text * stride_kb + head * stride_kh, stride_kt, mask_ptr, text * stride_mb,
             begin, tl.minimum(length, capacity), scaling, MASK_IS_BOOL, WHOLE, K_WIDTH, K_COLUMNS,
         )  # fmt: skip
         base = tl.maximum(base, tl.max(logits, 0))
@@ -212,7 +211,7 @@ def _join_kernel(
 
 @triton.jit
 def _whole_logits(
-    query_ptr, k_ptr, stride_kt, center_ptr, center_offset, mask_ptr, mask_offset, begin, length, scaling,
+    query_ptr, k_ptr, stride_kt, mask_ptr, mask_offset, begin, length, scaling,
     MASK_IS_BOOL: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Logits in base 2 of the tokens that are kept whole, `begin` being the first of a text."""
@@ -225,10 +224,7 @@ def _whole_logits(
         k_ptr + offs_w[:, None] * stride_kt + offs_k[None, :],
         mask=counts[:, None] & (offs_k < WIDTH)[None, :], other=0.0,
     )  # fmt: skip
-    k = widened(k)
-    if center_ptr is not None:  # codes are of keys less the center, which softmax does not notice
-        k -= tl.load(center_ptr + center_offset + offs_k, mask=offs_k < WIDTH, other=0.0)[None, :]
-    logits = tl.sum(k * q[None, :], 1) * scaling
+    logits = tl.sum(widened(k) * q[None, :], 1) * scaling
     if mask_ptr is not None:
         seen = tl.load(mask_ptr + mask_offset + token, mask=counts, other=0)
         if MASK_IS_BOOL:

@@ -19,11 +19,20 @@ from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.arguments import (
     center_strides,
     first_bit_strides,
+    last_block,
+    path_arrays,
+    path_constants,
     plane_counts,
     scales_are_together,
     whole_strides,
 )
-from neuzip.kernels.kv_cache.triton.groups import scale_of_byte, turn_width, turned
+from neuzip.kernels.kv_cache.triton.groups import (
+    centers_of_rows,
+    partner_of,
+    scale_of_byte,
+    turn_width,
+    turned,
+)
 from neuzip.kernels.quantizers import plane_widths
 from neuzip.kernels.quantizers.kv_groups import COVER, LEAST_SCALE, MOST_SCALE, SCALE_NAN, SCALE_OFFSET
 from neuzip.kernels.tuning import launch_for
@@ -47,13 +56,15 @@ def padded(width: int) -> int:
 
 
 def store(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
-    """`kv_cache.store` on a GPU, in one launch if all `states` have one shape.
+    """`kv_cache.store` on a GPU, in one launch if all `states` have one shape and all centers one path.
 
     Raises ValueError for shapes and strides that do not fit, and for groups that are no power of two.
     """
     for one, x in zip(heads, states, strict=True):
         _check(one, x)
-    if len({(one.capacity, x.shape, x.dtype) for one, x in zip(heads, states, strict=True)}) == 1:
+    paths = {id(one.path.table) for one in heads if one.path is not None}
+    forms = {(one.capacity, x.shape, x.dtype) for one, x in zip(heads, states, strict=True)}
+    if len(forms) == 1 and len(paths) <= 1:
         _launch(heads, states, at, first)
     else:
         for one, x in zip(heads, states, strict=True):
@@ -81,8 +92,9 @@ def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, 
         _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
         tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
         tuple(h.zero for h in heads), tuple(h.first_bits for h in heads), tuple(h.first for h in heads),
-        tuple(h.center for h in heads), tuple(h.still for h in heads), first, at, tokens, heads[0].capacity,
-        count, tuple(_strides(h, x) for h, x in zip(heads, states, strict=True)),
+        tuple(path_arrays(h) for h in heads), tuple(h.path and h.path.still for h in heads), first, at,
+        tokens, heads[0].capacity, max(last_block(h) for h in heads), count,
+        tuple(_strides(h, x) for h, x in zip(heads, states, strict=True)),
         AT_IS_POINTER=isinstance(at, Tensor), FORMS=tuple(_form(h, columns) for h in heads),
         WIDTHS=tuple(plane_widths(h.bits) for h in heads), COUNTS=tuple(plane_counts(h) for h in heads),
         WIDTH=width, ROWS=rows, COLUMNS=columns,
@@ -97,10 +109,13 @@ def _strides(heads: Heads, x: Tensor) -> tuple[int, ...]:
     return *held, *first_bit_strides(heads), *whole_strides(heads), *center_strides(heads)
 
 
-def _form(heads: Heads, columns: int) -> tuple[int | float, ...]:
-    """Bits, groups and their width, the range that codes cover, whole tokens, the width of the rotation."""
+def _form(heads: Heads, columns: int) -> tuple[int | float | tuple[int, ...], ...]:
+    """Bits, groups and their width, the range that codes cover, whole tokens, the width of the rotation, and
+    what the path of centers is.
+    """
     group = min(columns, heads.group or columns)
-    return heads.bits, heads.scale.shape[3], group, COVER[heads.bits], heads.whole, turn_width(heads)
+    rest = turn_width(heads), path_constants(heads)
+    return heads.bits, heads.scale.shape[3], group, COVER[heads.bits], heads.whole, *rest
 
 
 @triton.jit
@@ -192,16 +207,15 @@ def _group_codes(
 
 @triton.jit
 def _center(
-    x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, still_ptr, place, tokens, columns, real,
+    x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, still_ptr, place, tokens, new_center, columns, real,
     WHOLE: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """The mean of all whole tokens but the first in the still channels, fp32 [COLUMNS].
+    """The mean of all whole tokens but the first, fp32 as `columns`; 0 in channels that are not still.
 
-    `place` is where in x [tokens, COLUMNS] the first of them lies.
-
+    `place` is where in x [tokens, COLUMNS] the first of them lies, and `new_center` whether any of them does.
     Those that are in x are taken from there, for another program may write them at this time.
     """
-    if (place < tokens) & (place + WHOLE > 0):
+    if new_center:
         total = tl.zeros(columns.shape, tl.float32)
         for i in tl.static_range(1, WHOLE):
             its = place + i
@@ -212,8 +226,6 @@ def _center(
             total += tl.where(inside, new, widened(old))
         still = tl.load(still_ptr + columns, mask=real, other=0) != 0
         center = tl.where(still, total * (1.0 / (WHOLE - 1 if WHOLE > 1 else 1)), 0.0)
-        if tl.program_id(0) == 0:
-            tl.store(center_ptr + columns, center, mask=real)
     else:
         center = tl.load(center_ptr + columns, mask=real, other=0.0)
     return center
@@ -225,10 +237,10 @@ def _entry(constants, i):
     return constants[i]
 
 
-@triton.jit(do_not_specialize=["at_ptr", "tokens", "capacity"])
+@triton.jit(do_not_specialize=["at_ptr", "tokens", "capacity", "last_block"])
 def _store_kernel(
-    xs, words_ptrs, scale_ptrs, zero_ptrs, first_bits_ptrs, whole_ptrs, center_ptrs, still_ptrs, first_ptr,
-    at_ptr, tokens, capacity, heads, strides,
+    xs, words_ptrs, scale_ptrs, zero_ptrs, first_bits_ptrs, whole_ptrs, paths, still_ptrs, first_ptr, at_ptr,
+    tokens, capacity, last_block, heads, strides,
     AT_IS_POINTER: tl.constexpr, FORMS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
     COMPILED: tl.constexpr,
@@ -244,16 +256,16 @@ def _store_kernel(
         if tl.program_id(1) // heads == i:
             _store_rows(
                 xs[i], words_ptrs[i], scale_ptrs[i], zero_ptrs[i], first_bits_ptrs[i], whole_ptrs[i],
-                center_ptrs[i], still_ptrs[i], text, (tl.program_id(1) - i * heads).to(tl.int64), first, at,
-                tokens, capacity, strides[i],
+                paths[i], still_ptrs[i], text, (tl.program_id(1) - i * heads).to(tl.int64), first, at, tokens,
+                capacity, last_block, strides[i],
                 _entry(FORMS, i), _entry(WIDTHS, i), _entry(COUNTS, i), WIDTH, ROWS, COLUMNS, COMPILED,
             )  # fmt: skip
 
 
 @triton.jit
 def _store_rows(
-    x_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, center_ptr, still_ptr, text, head,
-    first, at, tokens, capacity, strides,
+    x_ptr, words_ptr, scale_ptr, zero_ptr, first_bits_ptr, whole_ptr, path, still_ptr, text, head, first, at,
+    tokens, capacity, last_block, strides,
     FORM: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -264,6 +276,7 @@ def _store_rows(
     COVER: tl.constexpr = FORM[3]
     WHOLE: tl.constexpr = FORM[4]
     TURN: tl.constexpr = FORM[5]
+    PATH: tl.constexpr = FORM[6]
     (
         stride_xb, stride_xh, stride_xt, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_fb,
         stride_fh, stride_kb, stride_kh, stride_kt, stride_cb, stride_ch,
@@ -286,12 +299,26 @@ def _store_rows(
             rounded(x, whole_ptr.dtype.element_ty, COMPILED),
             mask=(there & (place >= 0) & (place < WHOLE))[:, None] & real[None, :],
         )  # fmt: skip
-    if center_ptr is not None:
+    if still_ptr is not None:
+        center_ptr, table_ptr = path
+        center_ptr += text * stride_cb + head * stride_ch
+        begin = first - at
+        new_center = (begin < tokens) & (begin + WHOLE > 0)
         center = _center(
-            x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr + text * stride_cb + head * stride_ch,
-            still_ptr, first - at, tokens, columns, real, WHOLE, COMPILED,
+            x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, still_ptr, begin, tokens, new_center,
+            columns, real, WHOLE, COMPILED,
         )  # fmt: skip
-        x = tl.where((place >= WHOLE)[:, None], x - center[None, :], x)
+        partner = _center(
+            x_ptr, stride_xt, whole_ptr, stride_kt, center_ptr, still_ptr, begin, tokens, new_center,
+            partner_of(columns, PATH), real, WHOLE, COMPILED,
+        )  # fmt: skip
+        if new_center & (tl.program_id(0) == 0):
+            tl.store(center_ptr + columns, center, mask=real)
+        centers = centers_of_rows(
+            center, partner, table_ptr, place, tl.program_id(0) * ROWS - begin, last_block, columns, real,
+            WIDTH, PATH,
+        )  # fmt: skip
+        x = tl.where((place >= WHOLE)[:, None], x - centers, x)
 
     words = words_ptr + text * stride_wb + head * stride_wh + to[:, None] * stride_wt  # [ROWS, 1]
     scales = text * stride_sb + head * stride_sh + to * GROUPS
