@@ -1,6 +1,6 @@
 """Losses of pre-training by vanilla, LOMO and NeuZip on one text, as in Table 1 of NeuZip, in small.
 
-    python benchmarks/training_losses.py [--steps 400] [--seeds 0,1,2] [--lr 1.0] [--device cuda]
+    python benchmarks/training_losses.py [--steps 400] [--seeds 0,1,2] [--lr 0.03] [--device cuda]
 
 The result is benchmarks/results/training_losses.json. A Llama of the shapes of wikilm-26m is trained from
 random weights in bf16 with SGD, under torch's deterministic algorithms. The methods have the same first
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--device", default="cuda")
     data = Path(os.environ.get("NEUZIP_DATA", "NEUZIP_DATA-is-not-set"))
     parser.add_argument("--text", type=Path, default=data / "train-mix.jsonl.gz")

@@ -213,18 +213,22 @@ def _weights(source: FolderSource, tensor: SourceTensor, device: torch.device | 
 def _calibrate(
     source: FolderSource, tensors: Sequence[SourceTensor], statistics: ModelStatistics, on_weights: OnTokens
 ) -> list[CalibratedTensor]:
-    """Steps and feedback of tensors. Those with infinities or NaNs are left out."""
+    """Steps and feedback of tensors. Those with infinities or NaNs are left out.
+
+    Where errors are compensated, all is computed on the device of these: on a busy host, a pass of torch over
+    a matrix can wait a tenth of a second for its threads.
+    """
     compensations = _compensations(statistics.grams)
     choices = []
     for tensor in tensors:
-        weight = _weights(source, tensor)
+        known = statistics.tensors.get(tensor.name)
+        errors, share = compensations.get(known.gram if known else None, (None, 1.0))
+        weight = _weights(source, tensor, errors.spread.device if errors else None)
         rms = float(weight.square().mean().sqrt())
         if math.isfinite(rms) and weight.numel():
-            known = statistics.tensors.get(tensor.name)
             if known is None:
                 choices.append(_uncalibrated(source, tensor, weight, rms))
             else:
-                errors, share = compensations.get(known.gram, (None, 1.0))
                 choices.append(_Choice.of(tensor, weight, None, errors, rms, known.sensitivity * share))
         on_weights(tensor.info.numel)
     return _with_steps(choices)
@@ -249,7 +253,8 @@ def _compensations(grams: dict[str, Tensor]) -> dict[str | None, tuple[ErrorSpre
 class _Choice:
     """A tensor before its step is chosen.
 
-    sample       some of its weights, divided by their factors; `largest` is the largest magnitude of all
+    sample       some of its weights on the CPU, divided by their factors
+    largest      the largest magnitude of a weight, divided by its factor
     rms          the root mean square of its weights
     sensitivity  as of CalibratedTensor
     """
@@ -321,9 +326,9 @@ def _geometric_mean(values: Sequence[tuple[float, int]]) -> float:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About SAMPLE weights, evenly spaced."""
+    """About SAMPLE weights, evenly spaced, on the CPU."""
     flat = weight.flatten()
-    return flat[:: max(1, len(flat) // SAMPLE) | 1].clone()
+    return flat[:: max(1, len(flat) // SAMPLE) | 1].to("cpu", copy=True)
 
 
 def _identity(

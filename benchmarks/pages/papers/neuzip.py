@@ -129,7 +129,9 @@ def table_1() -> PaperItem:
         ("train_memory",),
         claims,
         "the validation losses",
-        "The tokens are random as well, so these runs measure no validation loss. The GPU is an H100 (paper: "
+        "The tokens are random as well, so these runs measure no validation loss; `python "
+        "benchmarks/training_losses.py` measures it on text, with small models, needs a GPU, and has not run "
+        "yet. The GPU is an H100 (paper: "
         "A6000), and our steps have 1,024 tokens, so iterations per second do not compare with the paper's. "
         f"LOMO is neuzip's own trainer with uncompressed weights. {filtered}"
         "Vanilla uses activation checkpointing; Figure 2 has vanilla without. "
