@@ -215,8 +215,7 @@ def _calibrate(
 ) -> list[CalibratedTensor]:
     """Steps and feedback of tensors. Those with infinities or NaNs are left out.
 
-    Where errors are compensated, all is computed on the device of these: on a busy host, a pass of torch over
-    a matrix can wait a tenth of a second for its threads.
+    Where errors are compensated, the weights are read to the device of these, as for their codes.
     """
     compensations = _compensations(statistics.grams)
     choices = []

@@ -23,10 +23,10 @@ GROWTH = 256
 """Tokens by which a layer grows."""
 
 BY_A_KERNEL = "by a kernel that reads the packed form"
-PathOf = Callable[[int, int, torch.device], CenterPath]
-"""The path of the center of keys of so many numbers, for texts of so many tokens, on a device."""
-
 DEQUANTISED = "dequantised, then the model's own attention"
+
+PathOf = Callable[[int, int, torch.device], CenterPath]
+"""Gives the path of the center of keys, from the width of a key, the tokens of a text, and a device."""
 
 
 @dataclass(frozen=True)

@@ -449,7 +449,7 @@ def many_rows(
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(WORD_STAGES, 1), barriers(WORD_STAGES, 2),
         barriers(1, 2),
     )  # fmt: skip
-    if GATED:  # barriers that no partition uses would overwrite what partitions are told: see inline-ptx.md
+    if GATED:  # a barrier that no partition uses may overwrite what is passed to them: inline-ptx.md
         shared += barriers(1, 1), barriers(1, 1)
     fence_async_shared()
     weights = far_index, far, turn_index, escapes
