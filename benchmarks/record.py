@@ -97,7 +97,7 @@ class Environment:
 
     @classmethod
     def of_runs(cls, runs: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Environment:
-        """That of runs that were made one by one, on cards and with packages alike, with all of their commits.
+        """That of runs made one by one, on cards and with packages alike, with all of their commits.
 
         SystemExit if `sources`, paths of the repository, differ between these commits.
         """
