@@ -77,7 +77,9 @@ def table_1() -> PaperItem:
     results, missing, on = ["recovery"], "the accuracy of tasks", "wikilm-26m"
     if is_measured("recovery-smollm2-135m"):
         after = load("recovery-smollm2-135m")["sections"]["b158"]["after"]
-        rows.append(["ours, SmolLM2-135M", f"{after['original']:.2f}", f"{after['perplexity']:.2f}", "", "", ""])
+        rows.append(
+            ["ours, SmolLM2-135M", f"{after['original']:.2f}", f"{after['perplexity']:.2f}", "", "", ""]
+        )
         results.append("recovery-smollm2-135m")
         on = f"{on} and SmolLM2-135M"
     own = trained.perplexities()
