@@ -1,4 +1,4 @@
-"""Work of several threads that is done in lists: which items share a list, and what happens when one fails."""
+"""Work of several threads that is done in lists: which items share one, and what happens when one fails."""
 
 from __future__ import annotations
 
