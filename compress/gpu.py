@@ -78,19 +78,22 @@ class _Piece:
 
 
 class Gpu:
-    """A GPU at work for several threads. Raises NeuzipError when its memory does not suffice."""
+    """A GPU at work for several threads. Raises NeuzipError when its memory does not suffice.
+
+    Without `lists` every tensor and every piece is handed to the kernels alone, for comparison.
+    """
 
     piece = PIECE_BYTES
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, lists: bool = True) -> None:
         self.device = device
         self._on_card = device.type == "cuda"
         self._queues: SimpleQueue[torch.cuda.Stream | None] = SimpleQueue()
         for _ in range(QUEUES):
             self._queues.put(self._new_queue())
         self._coding = self._new_queue()
-        self._decoded = Gathering(self._decode_list, PIECE_BYTES)
-        self._coded = Gathering(self._code_list, CODED_TOGETHER)
+        self._decoded = Gathering(self._decode_list, PIECE_BYTES if lists else 0)
+        self._coded = Gathering(self._code_list, CODED_TOGETHER if lists else 0)
 
     def _new_queue(self) -> torch.cuda.Stream | None:
         return torch.cuda.Stream(self.device) if self._on_card else None  # type: ignore[no-untyped-call]
