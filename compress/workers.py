@@ -94,42 +94,46 @@ class Gathering(Generic[T, R]):
     ) -> None:
         self._work = work
         self._list_bytes = list_bytes
-        self._turn = threading.Lock()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._is_starting = False
         self._waiting: list[_Entry[T, R]] = []
 
     def result_of(self, item: T, kind: Hashable, nbytes: int) -> R:
         """The result of an item. Raises what `work` raises for the list that the item is in."""
         entry: _Entry[T, R] = _Entry(item, kind, nbytes)
-        with self._lock:
+        with self._changed:
             self._waiting.append(entry)
-        with ExitStack() as turn:
-            turn.enter_context(self._turn)
-            together = self._taken(entry)
-            if together:
-                self._do(together, turn.close)
+            self._changed.wait_for(lambda: entry not in self._waiting or not self._is_starting)
+            together = self._taken(entry) if entry in self._waiting else []
+            self._is_starting |= bool(together)
+        if together:
+            self._do(together)
         return entry.result.result()
 
     def _taken(self, first: _Entry[T, R]) -> list[_Entry[T, R]]:
-        """The list that an item begins, no longer waiting; empty if the item is in another list already."""
-        with self._lock:
-            if first not in self._waiting:
-                return []
-            together, room = [first], self._list_bytes - first.nbytes
-            for entry in self._waiting:
-                if entry is not first and entry.kind == first.kind and entry.nbytes <= room:
-                    together.append(entry)
-                    room -= entry.nbytes
-            self._waiting = [entry for entry in self._waiting if entry not in together]
+        """The list that an item begins, which waits no longer."""
+        together, room = [first], self._list_bytes - first.nbytes
+        for entry in self._waiting:
+            if entry is not first and entry.kind == first.kind and entry.nbytes <= room:
+                together.append(entry)
+                room -= entry.nbytes
+        self._waiting = [entry for entry in self._waiting if entry not in together]
         return together
 
-    def _do(self, together: Sequence[_Entry[T, R]], started: Callable[[], None]) -> None:
+    def _do(self, together: Sequence[_Entry[T, R]]) -> None:
         """Work on a list, and hand out the results, or what was raised."""
-        try:
-            results = self._work([entry.item for entry in together], started)
-        except BaseException as error:
-            for entry in together:
-                entry.result.set_exception(error)
-            return
+        with ExitStack() as turn:
+            turn.callback(self._let_next_start)
+            try:
+                results = self._work([entry.item for entry in together], turn.close)
+            except BaseException as error:
+                for entry in together:
+                    entry.result.set_exception(error)
+                return
         for entry, result in zip(together, results, strict=True):
             entry.result.set_result(result)
+
+    def _let_next_start(self) -> None:
+        with self._changed:
+            self._is_starting = False
+            self._changed.notify_all()
