@@ -130,10 +130,11 @@ def table_1() -> PaperItem:
         ("train_memory", *(["training_losses"] if losses else [])),
         [*claims, *same_losses],
         "the validation losses" + (" of models of these sizes" if losses else ""),
-        "The tokens of the runs that measure memory and speed are random as well, so those have no validation "
-        + ("loss. " if losses else "loss; `python benchmarks/training_losses.py` measures it on text, with "
-           "small models, needs a GPU, and has not run yet. ")
-        + "The GPU is an H100 (paper: A6000), and our steps have 1,024 tokens, so iterations per second do not compare with the paper's. "
+        "The tokens of the runs that measure memory and speed are random as well, so those have no "
+        + ("validation loss. " if losses else "validation loss; `python benchmarks/training_losses.py` "
+           "measures it on text, with small models, needs a GPU, and has not run yet. ")
+        + "The GPU is an H100 (paper: A6000), and our steps have 1,024 tokens, so iterations per second do "
+        "not compare with the paper's. "
         f"LOMO is neuzip's own trainer with uncompressed weights. {filtered}"
         "Vanilla uses activation checkpointing; Figure 2 has vanilla without. "
         "Losses were compared with deterministic algorithms, over 8 "
@@ -144,7 +145,10 @@ def table_1() -> PaperItem:
 
 
 def training_losses() -> tuple[str, list[Claim], str]:
-    """Validation losses of the three methods on one text: table, conclusions, and what was trained, if it was."""
+    """Validation losses of the three methods on one text: table, conclusions, and what was trained.
+
+    All are empty if nothing was measured.
+    """
     if not is_measured("training_losses"):
         return "", [], ""
     document = load("training_losses")
