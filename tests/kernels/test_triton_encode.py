@@ -305,7 +305,7 @@ def test_the_lock_is_held_around_launches_alone(
     }  # fmt: skip
     for name, module in kernels.items():
         monkeypatch.setattr(module, name, Kernel(name, getattr(module, name)))
-    monkeypatch.setattr(encoder_table.HostTables, "table", unlocked(encoder_table.HostTables.table))
+    monkeypatch.setattr(encoder_table.HostTables, "tables", unlocked(encoder_table.HostTables.tables))
     bits = torch.from_numpy(gaussian(BF16, 5000).view(np.int16)).to(device)
     encoded = encode(bits, BF16, warps=1)
     assert set(launches) == set(kernels) - {"_planes_kernel"}

@@ -218,43 +218,43 @@ class _BatchEncoder:
     def gather(self) -> None:
         """Launch the gathering of words, to as much memory as they are likely to need. Waits for tables."""
         self._host = host = HostTables(self._tables_there.wait())
-        self._rows: dict[tuple[int, bool], list[int]] = {}
+        self._other_rows: dict[tuple[int, bool], list[int]] = {}
         for row, kind in enumerate(zip(host.groups, host.addends, strict=True)):
-            self._rows.setdefault(kind, []).append(row)
-        self._coded = self._rows.pop((self._group, False), [])
+            self._other_rows.setdefault(kind, []).append(row)
+        self._usual_rows = self._other_rows.pop((self._group, False), [])
         assert self._blocks is not None
         self._slab: torch.Tensor | None = None
-        if self._coded and len(self._blocks.spans) == 1:
-            self._slab = self._empty_words(sum([host.rooms[row] for row in self._coded]))
+        if self._usual_rows and len(self._blocks.spans) == 1:
+            self._slab = self._empty_words(sum([host.rooms[row] for row in self._usual_rows]))
             self._blocks.gather(0, self._slab)
 
     def finish(self) -> None:
         """Launch the rest. Waits for the device."""
-        blocks, self._blocks = self._blocks, None
+        batch, blocks, self._blocks = self._batch, self._blocks, None
         assert blocks is not None
-        lengths = self._lengths_there.wait()
-        if self._coded:
-            self._take_words(blocks, self._coded, lengths, self._slab)
-        del blocks  # its scratch is there for the next
-        for (group, addends), rows in self._rows.items():
-            others = self._code(rows, group, addends)
-            self._take_words(others, rows, others.lengths.cpu().numpy())
-        batch = self._batch
+        # What needs no numbers of words is done while the device codes.
+        self._host_tables = self._host.tables()
+        self._indexes = self._index.split(batch.sizes.blocks.tolist())
         self._planes: list[Planes] = [{}] * len(batch.bits)
         if batch.sizes.layout is not None:
             self._planes = batch.sizes.layout.planes(batch.planes)
+        lengths = self._lengths_there.wait()
+        if self._usual_rows:
+            self._take_words(blocks, self._usual_rows, lengths, self._slab)
+        del blocks  # its scratch is there for the next
+        for (group, addends), rows in self._other_rows.items():
+            others = self._code(rows, group, addends)
+            self._take_words(others, rows, others.lengths.cpu().numpy())
         for kept_bits in {*self._host.kept_bits} - {self._assumed}:
             self._write_planes(kept_bits)
 
     def results(self) -> list[GpuEncoded]:
         """The coded tensors, of which kernels may still be writing."""
-        host, results = self._host, []
-        indexes = self._index.split(self._batch.sizes.blocks.tolist())
-        for row, (index, words, planes) in enumerate(zip(indexes, self._words, self._planes, strict=True)):
+        columns = self._host.kept_bits, self._host_tables, self._indexes, self._words, self._planes
+        results = []
+        for row, (kept_bits, table, index, words, planes) in enumerate(zip(*columns, strict=True)):
             assert words is not None
-            results.append(
-                GpuEncoded(host.kept_bits[row], host.table(row), self._tables, row, index, words, planes)
-            )
+            results.append(GpuEncoded(kept_bits, table, self._tables, row, index, words, planes))
         return results
 
     def _code(

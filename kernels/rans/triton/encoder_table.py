@@ -20,6 +20,7 @@ from neuzip.kernels.rans.triton.device_table import (
     ADDENDS,
     FREQUENCIES_AT,
     GROUP,
+    HEAD,
     KEPT,
     PALETTE_AT,
     SHIFT,
@@ -72,22 +73,26 @@ class HostTables:
     """
 
     def __init__(self, words: npt.NDArray[np.int32]) -> None:
-        self.groups: list[int] = words[:, GROUP].tolist()
-        self.kept_bits: list[int] = words[:, KEPT].tolist()
-        self.addends: list[bool] = (words[:, ADDENDS] != 0).tolist()
-        self.rooms: list[int] = (words[:, WORDS].astype(np.int64) * WORDS_UNIT).tolist()
-        self._palettes = words[:, PALETTE_AT:FREQUENCIES_AT].astype(np.uint16)
-        self._frequencies = words[:, FREQUENCIES_AT:TABLE].astype(np.uint16)
-        self._sizes: list[int] = words[:, SIZE].tolist()
-        # Up to the last symbol that occurs.
-        self._symbols: list[int] = (256 - (self._frequencies[:, ::-1] != 0).argmax(1)).tolist()
+        self._words = words
+        head = words[:, :HEAD].tolist()
+        self.groups: list[int] = [row[GROUP] for row in head]
+        self.kept_bits: list[int] = [row[KEPT] for row in head]
+        self.addends: list[bool] = [row[ADDENDS] != 0 for row in head]
+        self.rooms: list[int] = [row[WORDS] * WORDS_UNIT for row in head]
 
-    def table(self, row: int) -> Table:
-        """Palette and frequencies of a tensor."""
-        palette, frequencies = self._palettes[row], self._frequencies[row]
-        return Table.unchecked(
-            self.groups[row], palette[: self._sizes[row]], frequencies[: self._symbols[row]]
-        )
+    def tables(self) -> list[Table]:
+        """Palette and frequencies of each tensor."""
+        palettes = self._words[:, PALETTE_AT:FREQUENCIES_AT].astype(np.uint16)
+        frequencies = self._words[:, FREQUENCIES_AT:TABLE].astype(np.uint16)
+        sizes = self._words[:, SIZE].tolist()
+        # Up to the last symbol that occurs.
+        symbols = (256 - (frequencies[:, ::-1] != 0).argmax(1)).tolist()
+        return [
+            Table.unchecked(group, palette[:size], own[:count])
+            for group, palette, size, own, count in zip(
+                self.groups, palettes, sizes, frequencies, symbols, strict=True
+            )
+        ]
 
 
 @cache
