@@ -109,8 +109,8 @@ def cut(memory: torch.Tensor, start: int, length: int) -> torch.Tensor:
 class BatchSizes:
     """What follows from the sizes of tensors alone. Arrays have an entry for each; nobody writes to them.
 
-    `columns` are those of a batch of one; larger ones lack where weights are. `tail` is the largest number of
-    weights of a tail.
+    `columns` are those of a batch of one; larger ones lack where weights are. `programs` take the census.
+    `tail` is the largest number of weights of a tail.
     """
 
     numels: Ints
@@ -118,6 +118,7 @@ class BatchSizes:
     whole: Ints
     shares: BlockShares
     columns: Ints
+    programs: int
     tail: int
     layout: PlaneLayout | None
 
@@ -156,7 +157,8 @@ def sizes_of(
         each = max(1, -(-int(tiles.sum()) // census.programs))
         columns[CENSUS_AT] = starts_of(np.maximum(1, -(-tiles // each)))
     tail = int((counts - whole * BLOCK).max())
-    return BatchSizes(counts, blocks, whole, shares, columns, tail, layout)
+    programs = int(columns[CENSUS_AT, -1])
+    return BatchSizes(counts, blocks, whole, shares, columns, programs, tail, layout)
 
 
 @lru_cache(maxsize=128)

@@ -62,7 +62,7 @@ def count(batch: Batch, threads: int) -> Counted:
     lengths = n * (COUNTERS + 2), n << 16 if fmt.exponent_bits == 8 else 0, blocks + 1
     counted = Counted(*allocate(batch.device, *[(torch.int64, length) for length in lengths], zero=True))
     launch(
-        _census_kernel, (int(batch.sizes.columns[CENSUS_AT, -1]),),
+        _census_kernel, (batch.sizes.programs,),
         batch.base, batch.columns, counted.counters, counted.elsewhere,
         BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS,
         WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=_ITEMS * threads,

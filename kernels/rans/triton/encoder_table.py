@@ -31,6 +31,7 @@ from neuzip.kernels.rans.triton.device_table import (
     WORDS_UNIT,
 )
 from neuzip.kernels.rans.triton.lists import ENTRIES
+from neuzip.kernels.tuning import launch_for
 
 Ints = npt.NDArray[np.int64]
 
@@ -146,7 +147,7 @@ def make_tables(batch: Batch, counters: MemoryPart, elsewhere: MemoryPart) -> En
         batch.base, batch.columns, counters, elsewhere, _divisions_on(device),
         tables, places, counts, by_symbol,
         EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, ELEMENT=ELEMENTS[fmt.bits], LENGTH=length,
-        ENTRIES=ENTRIES, num_warps=4 if length == 256 else 16, device=device,
+        ENTRIES=ENTRIES, **launch_for("rans.table", device, exponents=1 << fmt.exponent_bits), device=device,
     )  # fmt: skip
     launch(
         device_table.spread_kernel, (n, keys // 1024),
