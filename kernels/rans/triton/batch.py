@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,9 +110,10 @@ class BatchSizes:
     """What follows from the sizes of tensors alone. Arrays have an entry for each; nobody writes to them.
 
     `columns` are those of a batch of one; larger ones lack where weights are. `programs` take the census.
-    `tail` is the largest number of weights of a tail.
+    `tail` is the largest number of weights of a tail. `key` are the arguments of `sizes_of`.
     """
 
+    key: tuple[Any, ...]
     numels: Ints
     blocks: Ints
     whole: Ints
@@ -158,17 +159,18 @@ def sizes_of(
         columns[CENSUS_AT] = starts_of(np.maximum(1, -(-tiles // each)))
     tail = int((counts - whole * BLOCK).max())
     programs = int(columns[CENSUS_AT, -1])
-    return BatchSizes(counts, blocks, whole, shares, columns, programs, tail, layout)
+    key = numels, warps, mantissa_bits, census
+    return BatchSizes(key, counts, blocks, whole, shares, columns, programs, tail, layout)
 
 
-@lru_cache(maxsize=128)
-def _columns_of_one(sizes: BatchSizes, device: torch.device) -> torch.Tensor:
-    """The columns of a batch of one tensor, which all tensors of its size share, on a device: 8 KB.
+@cache
+def _columns_of_one(key: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """The columns of a batch of one tensor, which all of its size share, on a device, for ever: 8 KB.
 
     The host waits until they are there, so any stream may read them.
     """
     with torch.inference_mode(False):
-        return torch.from_numpy(sizes.columns).to(device, copy=True)
+        return torch.from_numpy(sizes_of(*key).columns).to(device, copy=True)
 
 
 class Batch:
@@ -187,7 +189,7 @@ class Batch:
         if planes is not None:
             self.planes = planes
         if len(bits) == 1 and places is None:
-            columns = _columns_of_one(sizes, self.device)
+            columns = _columns_of_one(sizes.key, self.device)
         else:
             columns = self.columns_with(
                 sizes.columns[PLANES_AT:FIRSTS, : len(bits)] if places is None else places

@@ -168,7 +168,7 @@ def _store_partners(f, size, partners_ptr):
 
 @triton.jit
 def _estimated_words(f, counts, numel, is_pairs):
-    """About 1 % more words, in units, than symbols that occur so often take by frequencies `f`.
+    """1 to 2 % more words, in units, than symbols that occur so often take by frequencies `f`.
 
     What the symbols are worth, the header of each block in full although the states there hold something, and
     as much as the codes of escapes may take.

@@ -69,7 +69,7 @@ class GpuEncoded:
     `index` and `words` are int16 with the bits of uint16: the number of words of every block, and the blocks
     back to back. `planes` are uint8, by width; their memory goes on, with zeros, to a multiple of 32 bytes.
     Tensors that were coded together share memory: it becomes free when none of them is used any more, and
-    the part for words is about 1 % larger than these. If words are to spare, those of each tensor have memory
+    the part for words is 1 to 2 % larger than these. If words are to spare, those of each tensor have memory
     of their own, which goes on by as many. `tables` are of all that were coded together, on the device;
     `row` says which is this one's.
     """
