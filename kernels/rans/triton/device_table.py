@@ -93,13 +93,12 @@ def _exponent_counts(
 @triton.jit
 def _ranks(counts_ptr, counts, e, LENGTH: tl.constexpr):
     """The number of exponents that occur more often than each, or as often and are smaller."""
+    key = counts * LENGTH + (LENGTH - 1 - e)  # one comparison in place of three
     rank = tl.zeros([LENGTH], tl.int32)
     for at in range(0, LENGTH, 16):
         other = at + tl.arange(0, 16)
-        count = tl.load(counts_ptr + other)
-        is_more = count[:, None] > counts[None, :]
-        is_earlier = (count[:, None] == counts[None, :]) & (other[:, None] < e[None, :])
-        rank += tl.sum((is_more | is_earlier).to(tl.int32), 0)
+        others = tl.load(counts_ptr + other) * LENGTH + (LENGTH - 1 - other)
+        rank += tl.sum((others[:, None] > key[None, :]).to(tl.int32), 0)
     return rank
 
 
