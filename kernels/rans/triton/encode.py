@@ -158,10 +158,12 @@ def encode_all(
             before.finish()
         batch.code()
         if before is not None:
+            before.describe()
             results += before.results()
         batch.gather()
         before = batch
     assert before is not None
+    before.describe()  # while the GPU codes
     before.finish()
     return results + before.results()
 
@@ -190,7 +192,7 @@ class _BatchEncoder:
     """Tensors that are coded together. When this is made, they are counted, and their tables made.
 
     `code` launches what needs no table on the host, `gather` what needs no numbers of words, and `finish` the
-    rest.
+    rest. `describe` makes what results need beside words.
     """
 
     def __init__(self, bits: Sequence[torch.Tensor], options: _Options) -> None:
@@ -202,7 +204,8 @@ class _BatchEncoder:
         self._tables = make_tables(batch, counters, elsewhere)
         self._tables_there = _Answer(self._tables.tables)
         self._group = _usual_group(fmt)
-        self._words: list[torch.Tensor | None] = [None] * len(bits)
+        self._words: dict[int, tuple[torch.Tensor, int, int]] = {}
+        self._other_planes: dict[int, Planes] = {}
 
     def code(self) -> None:
         """Launch the coding of all tensors."""
@@ -228,16 +231,18 @@ class _BatchEncoder:
             self._slab = self._empty_words(sum([host.rooms[row] for row in self._usual_rows]))
             self._blocks.gather(0, self._slab)
 
-    def finish(self) -> None:
-        """Launch the rest. Waits for the device."""
-        batch, blocks, self._blocks = self._batch, self._blocks, None
-        assert blocks is not None
-        # What needs no numbers of words is done while the device codes.
+    def describe(self) -> None:
+        """Tables, indexes and planes of all tensors. Waits for nothing."""
+        batch = self._batch
         self._host_tables = self._host.tables()
         self._indexes = self._index.split(batch.sizes.blocks.tolist())
-        self._planes: list[Planes] = [{}] * len(batch.bits)
-        if batch.sizes.layout is not None:
-            self._planes = batch.sizes.layout.planes(batch.planes)
+        layout = batch.sizes.layout
+        self._planes = [{}] * len(batch.bits) if layout is None else layout.planes(batch.planes)
+
+    def finish(self) -> None:
+        """Launch the rest. Waits for the device."""
+        blocks, self._blocks = self._blocks, None
+        assert blocks is not None
         lengths = self._lengths_there.wait()
         if self._usual_rows:
             self._take_words(blocks, self._usual_rows, lengths, self._slab)
@@ -250,10 +255,11 @@ class _BatchEncoder:
 
     def results(self) -> list[GpuEncoded]:
         """The coded tensors, of which kernels may still be writing."""
-        columns = self._host.kept_bits, self._host_tables, self._indexes, self._words, self._planes
+        columns = self._host.kept_bits, self._host_tables, self._indexes, self._planes
         results = []
-        for row, (kept_bits, table, index, words, planes) in enumerate(zip(*columns, strict=True)):
-            assert words is not None
+        for row, (kept_bits, table, index, planes) in enumerate(zip(*columns, strict=True)):
+            words = self._with_room(cut(*self._words[row]))
+            planes = self._other_planes.get(row, planes)
             results.append(GpuEncoded(kept_bits, table, self._tables, row, index, words, planes))
         return results
 
@@ -275,7 +281,8 @@ class _BatchEncoder:
         Waits for the device where there are several spans.
         """
         if len(blocks.spans) > 1:
-            self._words[rows[0]] = self._with_room(self._words_of_spans(blocks))
+            words = self._words_of_spans(blocks)
+            self._words[rows[0]] = words, 0, words.numel()
             return
         (begins, places), last = lengths.tolist(), rows[-1]
         needed = places[last] + begins[last + 1] - begins[last]
@@ -283,7 +290,7 @@ class _BatchEncoder:
             slab = self._empty_words(needed)
             blocks.gather(0, slab)
         for row in rows:
-            self._words[row] = self._with_room(cut(slab, places[row], begins[row + 1] - begins[row]))
+            self._words[row] = slab, places[row], begins[row + 1] - begins[row]
 
     def _words_of_spans(self, blocks: BlockCoder) -> torch.Tensor:
         """The words of the only tensor, whose first span has been coded."""
@@ -315,7 +322,7 @@ class _BatchEncoder:
         write_planes(batch, memory, batch.columns_with(layout.places), chosen, kept_bits)
         for row, planes in enumerate(layout.planes(memory)):
             if chosen[row]:
-                self._planes[row] = planes
+                self._other_planes[row] = planes
 
 
 class _Answer:
