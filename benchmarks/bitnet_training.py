@@ -87,7 +87,12 @@ SIZES = {
 }
 """By name; "test" is for a test of this script, in which nothing can be seen."""
 
-SOURCES = ("train", "kernels/quantizers", "runtime/activations.py", "runtime/bitlinear.py", "eval/measures")
+SOURCES = (
+    *(f"train/{name}.py" for name in ("gradients", "loop", "optimizers", "presets", "scratch", "text")),
+    *(f"train/{name}.py" for name in ("ternary_training", "trainer")),
+    "train/recovery/latent.py", "train/recovery/straight_through.py",
+    "kernels/quantizers", "runtime/activations.py", "runtime/bitlinear.py", "eval/measures",
+)  # fmt: skip
 """What makes the runs: runs of several commits are of one result if these are the same in all of them."""
 
 WARM_UP = 0.1

@@ -54,7 +54,10 @@ EXAMINED_TOKENS = 2048
 EXAMINED_DOCUMENTS = 4
 """Documents of that text that are read for them, so that the rest is not tokenised again for each model."""
 
-SOURCES = ("train", "runtime/hf/norm_placement.py", "benchmarks/mix_ln.py", "benchmarks/mix_ln_recipes.py")
+SOURCES = (
+    "train/loop.py", "train/text.py", "runtime/hf/norm_placement.py", "benchmarks/mix_ln.py",
+    "benchmarks/mix_ln_recipes.py",
+)  # fmt: skip
 """What makes the runs: runs of several commits are of one result if these are the same in all of them."""
 
 Row = dict[str, Any]
