@@ -243,6 +243,34 @@ def forks() -> Iterator[forked.Server]:
     server.close()
 
 
+RunAlone = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def torch_forks() -> Iterator[forked.Server]:
+    """Processes that have imported torch, and neither neuzip nor anything else that is large."""
+    server = forked.Server(forked.TORCH, {**os.environ, "NEUZIP_AUTOLOAD": "0"})
+    forked.SERVERS.append(server)
+    yield server
+    forked.SERVERS.remove(server)
+    server.close()
+
+
+@pytest.fixture
+def run_alone(torch_forks: forked.Server, tmp_path: Path) -> RunAlone:
+    """What a program prints in a process where torch alone has been imported: `run_alone(code, argument)`."""
+
+    def run(code: str, *arguments: object) -> str:
+        script = tmp_path / "alone" / "program.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(code, encoding="utf-8")
+        stdout, stderr = (process := torch_forks.start(script, *arguments, cwd=tmp_path)).communicate(300)
+        assert process.returncode == 0, stderr
+        return stdout
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def neuzip_data() -> Path:
     """The folder of larger checkpoints and texts that `NEUZIP_DATA` names."""

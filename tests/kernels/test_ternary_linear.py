@@ -6,8 +6,6 @@ shows on a GPU, as for packed weights: see kernels/test_packed_ops.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from bits import same_numbers as same_bits
+from conftest import RunAlone
 from tensors import gaussian
 from torch import Tensor
 from torch.library import opcheck
@@ -324,14 +323,14 @@ def rows_up_to(peak: float) -> Tensor:
 
 
 @pytest.mark.slow
-def test_constants_do_not_depend_on_defaults_of_torch():
+def test_constants_do_not_depend_on_defaults_of_torch(run_alone: RunAlone):
     """Kernels are imported at the first product, whatever has been set by then."""
     script = (
         "import torch; torch.set_default_dtype(torch.bfloat16); torch.set_default_device('meta');"
         "from neuzip.kernels.ternary_linear.triton import quantize_device as codes;"
         "print(codes.ZERO_OF_INT4.hex(), codes._PER_SQRT_7.value.hex(), codes._SMALLEST_BITS.value)"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    said = run_alone(script)
     root = torch.tensor(7**0.5, dtype=torch.float32).item()
     zero = torch.tensor(8 / 15, dtype=torch.float32).item()
     assert said.split() == [zero.hex(), (1 / root).hex(), str((127 - 122) << 23)]

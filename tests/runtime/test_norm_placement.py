@@ -6,13 +6,13 @@ import gzip
 import importlib
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import RunAlone
 from forked import NO_COLLECTOR
 from torch import Tensor
 from transformers import (
@@ -319,7 +319,7 @@ def test_embeddings_that_are_given_are_normed_too():
     ],
 )
 @pytest.mark.slow
-def test_a_program_that_imports_neuzip_alone(first: str, tmp_path: Path):
+def test_a_program_that_imports_neuzip_alone(first: str, tmp_path: Path, run_alone: RunAlone):
     """Whatever of transformers it imports next: each imports the others in another order."""
     model("mix").save_pretrained(tmp_path / "model")
     program = f"""
@@ -328,11 +328,8 @@ import neuzip, sys
 from transformers import AutoModelForCausalLM
 print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
 """
-    said = subprocess.run(
-        [sys.executable, "-c", NO_COLLECTOR + program, str(tmp_path / "model")],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert said.stdout.strip() == "NormPlacementForCausalLM", said.stderr
+    said = run_alone(NO_COLLECTOR + program, tmp_path / "model")
+    assert said.strip() == "NormPlacementForCausalLM"
 
 
 # Compressed

@@ -11,7 +11,7 @@ are imported (HF_*, OMP_NUM_THREADS) have no effect here. Tests of the start its
     stdout, stderr = process.communicate(timeout=600)
 
 The first word is `neuzip`, or the path of a script. `Server(forked.COMPILER)` has imported what scripts need
-that compile kernels, and nothing of neuzip.
+that compile kernels, and `Server(forked.TORCH)` torch alone; neither has imported anything of neuzip.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Forked:
         raise LookupError(f"there is no rank {rank}")
 
 
-COMMANDS, COMPILER = "commands", "compiler"
+COMMANDS, COMPILER, TORCH = "commands", "compiler", "torch"
 """What a server imports."""
 
 
@@ -135,6 +135,10 @@ def _import_compiler() -> None:
     from triton.backends.nvidia import compiler, driver  # noqa: F401
 
 
+def _import_torch() -> None:
+    import torch  # noqa: F401
+
+
 def _import_commands() -> None:
     import numpy as np
     import typer._adapters  # noqa: F401
@@ -159,7 +163,7 @@ def _import_commands() -> None:
 def _serve(imports: str) -> None:
     import threading
 
-    {COMMANDS: _import_commands, COMPILER: _import_compiler}[imports]()
+    {COMMANDS: _import_commands, COMPILER: _import_compiler, TORCH: _import_torch}[imports]()
     assert threading.active_count() == 1, "a fork would have one of these threads"
     for line in sys.stdin:
         request = json.loads(line)
