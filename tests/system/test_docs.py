@@ -31,12 +31,11 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from words import private_words
 
 from neuzip.cli import run
 from neuzip.cli.commands import VERBS
-from neuzip.cli.main import build_app
+from neuzip.cli.main import program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -300,7 +299,7 @@ def written_by(command: str) -> list[str]:
     if "neuzip" in words and not starts_an_engine(words) and "--dry-run" not in words:
         verb, *arguments = words[words.index("neuzip") + 1 :]
         if verb in VERBS:
-            parser = typer.main.get_command(build_app()).commands[verb]  # type: ignore[attr-defined]
+            parser = program().commands[verb]
             given = parser.make_context(verb, arguments, resilient_parsing=True)
             for name in DESTINATIONS:
                 # A default, such as demo's, is a parameter too.
