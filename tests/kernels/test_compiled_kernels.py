@@ -149,7 +149,7 @@ for early, bits, group, width, values, dtype in (
         triton_store.store(rooms, states, start, first)
     triton_load.load(rooms[0], first, dtype)
     query, more = torch.zeros(2, 8, width, dtype=dtype), mask if early else None
-    if early:
+    if early and bits == 3:
         triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
     if triton_fragments.fits(query, *rooms):
         triton_fragments.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
