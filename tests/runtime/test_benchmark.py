@@ -350,14 +350,14 @@ def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path, forks: fo
     process = forks.start(
         root / "benchmarks" / "generate.py", "--layers", "1", "--hidden", "256", "--words", "1024",
         "--new-tokens", "3", "--prefill", "16", "--batches", "2", "--sections", "llama",
-        "--forms", "bf16", "packed", "--folder", tmp_path,
+        "--forms", "bf16", "dense", "--folder", tmp_path,
         cwd=tmp_path, environment={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 0, stderr
     assert "logits of the same bits" in stdout
     compiled = [line for line in stdout.splitlines() if line.startswith("decode, batch 1, compiled")]
-    assert [line.split()[4] for line in compiled] == ["bf16", "packed"]
+    assert [line.split()[4] for line in compiled] == ["bf16", "dense"]
     assert "not saved: this was a small run" in stdout
     same = next(line for line in stdout.splitlines() if line.startswith("logits of the same bits"))
     assert same.endswith("met")
