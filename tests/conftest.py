@@ -243,6 +243,16 @@ def forks() -> Iterator[forked.Server]:
     server.close()
 
 
+@pytest.fixture(scope="session")
+def file_forks() -> Iterator[forked.Server]:
+    """Commands that work on files, in processes of their own that have not imported huggingface_hub."""
+    server = forked.Server(forked.FILES)
+    forked.SERVERS.append(server)
+    yield server
+    forked.SERVERS.remove(server)
+    server.close()
+
+
 RunAlone = Callable[..., str]
 
 

@@ -36,7 +36,7 @@ class TestResume:
     """A killed run goes on where it stopped, and ends with the bytes of an uninterrupted one."""
 
     @pytest.mark.slow
-    def test_kill_at_any_moment(self, tmp_path: Path, save: Save, forks: forked.Server) -> None:
+    def test_kill_at_any_moment(self, tmp_path: Path, save: Save, file_forks: forked.Server) -> None:
         root = tmp_path / "model"
         for shard in range(6):
             save(
@@ -53,7 +53,7 @@ class TestResume:
         killed = 0
         for attempt in range(6):
             target = tmp_path / f"killed-{attempt}"
-            run = forks.start(script, root, target, cwd=tmp_path)
+            run = file_forks.start(script, root, target, cwd=tmp_path)
             # Wait for its first trace, and a bit more.
             deadline = time.monotonic() + 30
             while not partial(target).exists() and run.poll() is None and time.monotonic() < deadline:
