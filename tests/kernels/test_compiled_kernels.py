@@ -133,7 +133,7 @@ from neuzip.kernels.kv_cache.triton import store as triton_store
 first, length = torch.zeros(2, dtype=torch.int64), torch.ones((), dtype=torch.int64)
 mask = torch.ones(2, 30, dtype=torch.bool)
 for early, bits, group, width, values, dtype in (
-    (True, 3, None, 100, 100, torch.bfloat16), (False, 4, 32, 128, 64, torch.float16),
+    (True, 3, None, 60, 60, torch.bfloat16), (False, 4, 32, 128, 64, torch.float16),
     (True, 8, None, 64, 64, torch.float32),
 ):
     launch.has_pdl = lambda device: early
