@@ -452,12 +452,14 @@ def test_schedule_of_a_recipe():
 TINY = Recipe(32, 48, 2, 3, steps=30, tokens=0, peak=3e-3)
 
 
-def trained(placement: str, seed: int) -> tuple[list[float], NormPlacementForCausalLM]:
+def trained(
+    placement: str, seed: int, steps: int = TINY.steps
+) -> tuple[list[float], NormPlacementForCausalLM]:
     made = new_model(TINY.config(placement, 96), seed, torch.device("cpu"))
     windows = TrainingWindows.of(torch.arange(4096) % 13, length=16, batch=4, seed=seed)
     step = stepper(made, windows, bf16=False)
     schedule = TINY.schedule()
-    return [step(number, schedule(number))["loss"] for number in range(TINY.steps)], made
+    return [step(number, schedule(number))["loss"] for number in range(steps)], made
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -465,8 +467,8 @@ def test_a_run_learns_and_can_be_repeated(placement: str):
     losses, made = trained(placement, 1)
     assert losses[0] == pytest.approx(math.log(96), rel=0.1)
     assert losses[-1] < 0.6 * losses[0]
-    assert trained(placement, 1)[0] == losses
-    assert trained(placement, 2)[0] != losses
+    assert trained(placement, 1, 10)[0] == losses[:10]
+    assert trained(placement, 2, 1)[0] != losses[:1]
     text = torch.arange(1000) % 13
     found = held_out_loss(made, text, length=16, batch=7)
     assert made.training, "as it was before"
