@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import importlib.util
 import io
 import math
@@ -31,11 +32,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from words import private_words
 
 from neuzip.cli import run
 from neuzip.cli.commands import VERBS
-from neuzip.cli.main import program
+from neuzip.cli.main import build_app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -289,6 +291,12 @@ def starts_an_engine(words: list[str]) -> bool:
     return words[0] == "vllm" or words[:3] == ["python", "-m", "sglang.launch_server"]
 
 
+@functools.cache
+def parsers() -> dict[str, Any]:
+    """Commands to parse with, made once; those that run know their program, and have other names for --help."""
+    return typer.main.get_command(build_app()).commands  # type: ignore[attr-defined,no-any-return]
+
+
 def written_by(command: str) -> list[str]:
     """The files and folders that a command of neuzip, or a copy, writes; engines write none."""
     command, _, file = command.partition(" > ")
@@ -299,8 +307,7 @@ def written_by(command: str) -> list[str]:
     if "neuzip" in words and not starts_an_engine(words) and "--dry-run" not in words:
         verb, *arguments = words[words.index("neuzip") + 1 :]
         if verb in VERBS:
-            parser = program().commands[verb]
-            given = parser.make_context(verb, arguments, resilient_parsing=True)
+            given = parsers()[verb].make_context(verb, arguments, resilient_parsing=True)
             for name in DESTINATIONS:
                 # A default, such as demo's, is a parameter too.
                 if given.params.get(name) is not None and str(given.params[name]) in command:
