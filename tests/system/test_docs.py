@@ -293,7 +293,7 @@ def starts_an_engine(words: list[str]) -> bool:
 
 @functools.cache
 def parsers() -> dict[str, Any]:
-    """Commands to parse with, made once; those that run know their program, and have other names for --help."""
+    """Commands to parse with, made once. Those that run are others, as they have other names for --help."""
     return typer.main.get_command(build_app()).commands  # type: ignore[attr-defined,no-any-return]
 
 
