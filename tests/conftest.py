@@ -118,7 +118,7 @@ def pytest_collection_finish() -> None:
 
 def is_left_out(item: pytest.Item) -> bool:
     """Whether a test is skipped here, or is not part of a bare `pytest`."""
-    if item.get_closest_marker("slow") or item.get_closest_marker("network"):
+    if any(item.get_closest_marker(mark) for mark in ("slow", "weekly", "network")):
         return True
     return item.get_closest_marker("skip") is not None
 

@@ -402,8 +402,8 @@ def changed_kernel(changes: dict[str, str], folder: Path) -> ModuleType:
     return kernel
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(("changes", "error"), CHANGES.values(), ids=CHANGES)
-@pytest.mark.slow
 def test_a_wrong_kernel_is_found_on_a_cpu(
     changes: dict[str, str],
     error: type[Exception] | None,

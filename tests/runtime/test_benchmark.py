@@ -342,8 +342,8 @@ def test_tokens_of_quantised_inputs_are_no_fault(small: Path, neuzip, monkeypatc
 # The benchmark
 
 
+@pytest.mark.weekly
 @needs_version_5
-@pytest.mark.slow
 def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path, forks: forked.Server):
     results = root / "benchmarks" / "results" / "generate.json"
     before = results.read_bytes() if results.is_file() else None

@@ -526,7 +526,7 @@ def benchmark(root: Path) -> Any:
         sys.path.remove(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_benchmark_makes_what_is_missing_and_reports(
     benchmark: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
