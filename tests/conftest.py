@@ -266,19 +266,30 @@ def torch_forks() -> Iterator[forked.Server]:
     server.close()
 
 
-@pytest.fixture
-def run_alone(torch_forks: forked.Server, tmp_path: Path) -> RunAlone:
-    """What a program prints in a process where torch alone has been imported: `run_alone(code, argument)`."""
+def program_runner(server: forked.Server, folder: Path) -> RunAlone:
+    """Runs a program in a process that the server forks: `run(code, argument)` is what it prints."""
 
     def run(code: str, *arguments: object) -> str:
-        script = tmp_path / "alone" / "program.py"
+        script = folder / "alone" / "program.py"
         script.parent.mkdir(exist_ok=True)
         script.write_text(code, encoding="utf-8")
-        stdout, stderr = (process := torch_forks.start(script, *arguments, cwd=tmp_path)).communicate(300)
+        stdout, stderr = (process := server.start(script, *arguments, cwd=folder)).communicate(300)
         assert process.returncode == 0, stderr
         return stdout
 
     return run
+
+
+@pytest.fixture
+def run_alone(torch_forks: forked.Server, tmp_path: Path) -> RunAlone:
+    """Run a program in a process where torch alone has been imported."""
+    return program_runner(torch_forks, tmp_path)
+
+
+@pytest.fixture
+def run_without_torch(file_forks: forked.Server, tmp_path: Path) -> RunAlone:
+    """Run a program in a process that has imported what works on files, and not torch."""
+    return program_runner(file_forks, tmp_path)
 
 
 @pytest.fixture(scope="session")
