@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import RunAlone
 from safetensors.numpy import save_file
 
 import neuzip
@@ -428,7 +427,7 @@ def in_a_new_process(program: str) -> str:
 
 
 @pytest.mark.slow
-def test_files_need_no_torch(tmp_path: Path, run_without_torch: RunAlone) -> None:
+def test_files_need_no_torch(tmp_path: Path, run_without_torch: Callable[..., str]) -> None:
     program = f"""
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None  # importing them raises ImportError
