@@ -744,11 +744,10 @@ def test_a_full_disk_in_a_search_says_what_is_kept(
 
 
 @pytest.mark.slow
-def test_a_text_too_short_for_the_target_is_told(neuzip: Speak, tmp_path: Path):
+def test_a_text_too_short_for_the_target_is_told(neuzip: Speak, tiny: Path, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(read_text("demo").content[:6000])
-    asked = ("--max-ppl-increase", "0.05%", "--text", text, "--scheme", "rounded")
-    said = neuzip("compress", CHECKPOINT, tmp_path / "a", *asked)
+    said = neuzip("compress", tiny, tmp_path / "a", "--max-ppl-increase", "0.05%", "--text", text)
     assert said.exit_code == 0, said.stderr
     assert "warning: --max-ppl-increase 0.05%: the standard error is up to " in said.stderr
     assert "hint: give a longer --text, of" in said.stderr
