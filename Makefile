@@ -28,7 +28,7 @@ LINKS := $(FRONT) \
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test test-weekly test-gpu test-engines test-sglang quick coverage api mutate fuzz lowest file-tool release lint format install links clean
+.PHONY: help demo test test-weekly test-gpu test-engines test-sglang quick coverage api mutate sanitize fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,10 @@ api: $(VENV)/.developed ## Render the docstrings of all modules to api/
 
 mutate: $(VENV)/.developed ## Change stored inputs at random for a minute, and look for bugs
 	@$(BIN)/python tests/fuzz/mutate.py 60
+
+# Like test-gpu it installs nothing. compute-sanitizer is part of CUDA.
+sanitize: ## Decode mutated streams on a GPU under compute-sanitizer (PYTHON=python3 where there is no .venv)
+	@$(INSTALLED) tests/fuzz/sanitize.py
 
 fuzz: $(VENV)/.fuzzing ## Fuzz all readers with atheris, for ten minutes (MINUTES=480 for a night)
 	@$(BIN)/python benchmarks/fuzz.py .fuzz --check --seconds $$((60 * $(MINUTES)))

@@ -87,6 +87,9 @@ SIZES = {
 }
 """By name; "test" is for a test of this script, in which nothing can be seen."""
 
+SOURCES = ("train", "kernels/quantizers", "runtime/activations.py", "runtime/bitlinear.py", "eval/measures")
+"""What makes the runs: runs of several commits are of one result if these are the same in all of them."""
+
 WARM_UP = 0.1
 """Share of the steps in which the learning rate rises. The paper has 375 steps, of about 100,000."""
 
@@ -404,8 +407,7 @@ def report(arguments: argparse.Namespace, size: Size) -> None:
         raise SystemExit(f"{arguments.runs} has no runs of {arguments.size}")
     if any(one["size"] != plain_size(arguments.size, size) for one in runs):
         raise SystemExit(f"{arguments.runs} has runs of another size or other steps: name another folder")
-    if len({one["environment"]["commit"] for one in runs}) > 1:
-        raise SystemExit(f"{arguments.runs} has runs of several commits")
+    environment = replace(Environment.of_runs(runs, SOURCES), command=command(arguments))
     rows: dict[str, dict[str, Any]] = {}
     others: list[dict[str, Any]] = []
     for one in runs:
@@ -431,7 +433,6 @@ def report(arguments: argparse.Namespace, size: Size) -> None:
         ],
         "cpu_seconds": sum(one["cpu_seconds"] for one in runs),
     }  # fmt: skip
-    environment = replace(Environment.read(runs[0]["environment"]), command=command(arguments))
     path = save_sections(
         "bitnet_training", WHAT, {arguments.size: Measurement(environment, list(rows.values()), facts)}
     )

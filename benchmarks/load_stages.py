@@ -66,7 +66,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         plain, small = Path(folder) / "plain.safetensors", Path(folder) / "small.safetensors"
-        original = write_model(plain, sizes(arguments.layers, narrow=not on_gpu), device)
+        original = write_model(plain, llama_8b(arguments.layers, narrow=not on_gpu), device)
         compress(plain, small, verify=False)
         loads = {
             "load_file": partial(load, small, device),
@@ -274,11 +274,6 @@ def settle(device: torch.device, *, give_back: bool = False) -> None:
         torch.cuda.synchronize(device)
         if give_back:
             torch.cuda.empty_cache()
-
-
-def sizes(layers: int, *, narrow: bool) -> dict[str, int]:
-    """The weights of each tensor: of Llama 3.1 8B, or narrow ones to try the script out."""
-    return {name: max(numel >> 16, 1 << 11) if narrow else numel for name, numel in llama_8b(layers).items()}
 
 
 if __name__ == "__main__":

@@ -54,6 +54,9 @@ EXAMINED_TOKENS = 2048
 EXAMINED_DOCUMENTS = 4
 """Documents of that text that are read for them, so that the rest is not tokenised again for each model."""
 
+SOURCES = ("train", "runtime/hf/norm_placement.py", "benchmarks/mix_ln.py", "benchmarks/mix_ln_recipes.py")
+"""What makes the runs: runs of several commits are of one result if these are the same in all of them."""
+
 Row = dict[str, Any]
 
 
@@ -215,7 +218,8 @@ def report(runs: dict[str, list[Row]], name: str) -> None:
     what = "variants of Mix-LN and Pre-LN at equal tokens: perplexity, and what each layer is worth"
     # The runs may come from several commands; this one would make all of them.
     again = Environment.here().command.replace(" --report", "")
-    environment = replace(Environment.read(first["environment"]), command=again)
+    every = [one for found in runs.values() for one in found]
+    environment = replace(Environment.of_runs(every, SOURCES), command=again)
     measurement = Measurement(environment, rows, facts)
     print(f"saved {save(f'mix_ln_variants-{name}', what, measurement)}")
 

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,23 @@ class Environment:
         """The environment that a file holds; a key that is missing or unknown raises TypeError."""
         gpu = values.get("gpu")
         return cls(**{**values, "gpu": None if gpu is None else GpuCard(**gpu)})
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Environment:
+        """That of runs made one by one, on cards and with packages alike, with all of their commits.
+
+        SystemExit if `sources`, paths of the repository, differ between these commits.
+        """
+        environments = [cls.read(run["environment"]) for run in runs]
+        first, commits = environments[0], list(dict.fromkeys(one.commit for one in environments))
+        for one in environments:
+            if (one.gpu and one.gpu.name, one.packages) != (first.gpu and first.gpu.name, first.packages):
+                sys.exit(f"runs of commits {first.commit} and {one.commit} have other cards or packages")
+        for commit in commits[1:]:
+            same = ["git", "-C", str(ROOT), "diff", "--quiet", commits[0], commit, "--", *sources]
+            if subprocess.run(same).returncode:
+                sys.exit(f"commits {commits[0]} and {commit} have other files of {', '.join(sources)}")
+        return replace(first, commit=", ".join(commits), command=None)
 
     def plain(self) -> dict[str, Any]:
         """The JSON object of a file, without what is not known."""

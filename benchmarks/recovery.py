@@ -11,9 +11,12 @@ It trains on train-mix.jsonl.gz and the first nine tenths of wiki.valid, what wi
 never sees wiki.test. NEUZIP_DATA is where these lie. Work is kept in build/recovery: a section that was
 stopped (--stop-after, or a signal) goes on when it is called again, and a48 needs what b158 left there.
 Results are benchmarks/results/recovery.json, and recovery-SECTION.svg, the losses of each training run.
+`curve` has the comparison on the last tenth of wiki.valid POINTS times on the way, which training time
+does not include. With --name NAME the files are called recovery-NAME.
 
+    python benchmarks/recovery.py b158 --checkpoint smollm2-135m --name smollm2-135m --minutes 25
     python benchmarks/recovery.py b158 --checkpoint eval/demo/checkpoint --train my.txt --test demo \\
-        --minutes 1 --length 128 --batch 8              another model, on a CPU
+        --minutes 1 --length 128 --batch 8 --name demo              another model, on a CPU
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ STAGES = {
 }
 """BitNet a4.8 goes on with about 2/3 of the first learning rate; here less, as the course is short."""
 
+POINTS, POINT_TOKENS = 10, 32_768
+"""Comparisons during a course, and the tokens of each."""
+
 TRIES: dict[str, dict[str, Any]] = {
     "as b158": {},
     "rate 1e-3": {"lr": 1e-3},
@@ -91,7 +97,9 @@ def main() -> None:
     parser.add_argument("--noise", type=float)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "recovery")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--name", help="of the result, recovery-NAME; recovery if not given")
     asked = parser.parse_args()
+    asked.result = f"recovery-{asked.name}" if asked.name else "recovery"
     asked.work.mkdir(parents=True, exist_ok=True)
     _fill_in(asked)
     for section in asked.sections:
@@ -143,12 +151,11 @@ def teacher_of(asked: argparse.Namespace) -> Any:
     return load_model(asked.checkpoint, dtype, asked.device, attention=False)
 
 
-def judge_of(asked: argparse.Namespace, text: str) -> BaselineComparison:
+def judge_of(asked: argparse.Namespace, text: str, max_tokens: int | None) -> BaselineComparison:
     """What compares with the original, in fp32."""
     return BaselineComparison(
-        asked.checkpoint, read_text(text), max_tokens=asked.max_tokens, device=asked.device.type,
-        dtype="float32",
-    )  # fmt: skip
+        asked.checkpoint, read_text(text), max_tokens=max_tokens, device=asked.device.type, dtype="float32"
+    )
 
 
 def tries(asked: argparse.Namespace) -> None:
@@ -158,7 +165,7 @@ def tries(asked: argparse.Namespace) -> None:
         for name, changes in TRIES.items()
         if not asked.only or any(part in name for part in asked.only)
     }
-    judge = judge_of(asked, asked.held_out)
+    judge = judge_of(asked, asked.held_out, asked.max_tokens)
     seconds = 60 * asked.minutes / len(chosen)
     for name, changes in chosen.items():
         settings = replace(settings_of(asked, "b158"), **changes)
@@ -166,9 +173,7 @@ def tries(asked: argparse.Namespace) -> None:
         course = Recovery.begin(asked.checkpoint, teacher_of(asked), windows, settings)
         steps = course.fit(seconds)
         figures = run(course.step, steps=steps, schedule=course.schedule(), budget_seconds=1.2 * seconds)
-        for layer in course.latent.values():
-            layer.strength = 1.0
-        found = judge.compare(HeadedModel(course.student))
+        found = judge.compare(quantised(course))
         taken = sum(one["seconds"] for one in figures)
         print(
             f"{name:24} ratio {found.perplexity_ratio.value:.4f}  divergence {found.kld.mean.value:.4f}"
@@ -189,21 +194,24 @@ def stage(asked: argparse.Namespace, section: str) -> None:
         raise SystemExit(f"{state} is missing: do the section b158 first, with the same --work")
     windows = windows_of(asked, settings)
     course = Recovery.begin(src, teacher_of(asked), windows, settings)
-    judge = judge_of(asked, asked.test)
+    judge = judge_of(asked, asked.test, asked.max_tokens)
+    curve = Curve(judge_of(asked, asked.held_out, POINT_TOKENS), work / f"{section}-curve.json")
     before: dict[str, Any] = {}
     began = time.monotonic()
 
     def start(course: Recovery, taken: int) -> None:
-        for layer in course.latent.values():
-            layer.strength = 1.0
         if taken:
             print(f"going on after {taken} of {course.steps} steps", flush=True)
+            curve.go_on(taken)
         else:
-            before.update(figures_of(judge.compare(HeadedModel(course.student))))
+            before.update(figures_of(judge.compare(quantised(course))))
             (work / f"{section}-before.json").write_text(json.dumps(before))
             print(f"before: {before['ratio']:.4f} times the original's; {course.steps} steps", flush=True)
+            curve.add(course, 0)
 
     def watch(number: int, figures: dict[str, float]) -> None:
+        if (number + 1) % max(1, course.steps // POINTS) == 0:
+            curve.add(course, number + 1)
         if number % 200 == 0:
             print(
                 f"step {number} divergence {figures['kld']:.4f} {figures['tokens_per_second']:,.0f}/s",
@@ -231,6 +239,7 @@ def stage(asked: argparse.Namespace, section: str) -> None:
         "epochs": tokens / windows.tokens, "seconds": seconds, "tokens_per_second": tokens / seconds,
         "peak_bytes": log[-1]["memory_bytes"], "last_divergence": _mean_of_last(log, "kld"),
         "before": json.loads((work / f"{section}-before.json").read_text()), "after": after,
+        "curve": curve.timed(log), "curve_text": Path(asked.held_out).name,
     }  # fmt: skip
     if section == "a48":
         b158 = figures_of(judge.compare(HeadedModel(runnable(first, None, asked.device, judge.dtype))))
@@ -238,10 +247,44 @@ def stage(asked: argparse.Namespace, section: str) -> None:
         print(f"a4.8 after b1.58: {result['ratio_to_b158']:.4f}")
     print(f"{section}: {after['ratio']:.4f} times the original's {after['original']:.2f}")
     results = ROOT / "benchmarks" / "results"
-    picture_of_losses(thinned(log, DRAWN), results / f"recovery-{section}.svg")
+    picture_of_losses(thinned(log, DRAWN), results / f"{asked.result}-{section}.svg")
     packages = ("neuzip-toolkit", "torch", "transformers", "triton")
     environment = Environment.here(*packages, gpu=torch.cuda.is_available())
-    print(f"saved {save_sections('recovery', WHAT, {section: Measurement(environment, facts=result)})}")
+    print(f"saved {save_sections(asked.result, WHAT, {section: Measurement(environment, facts=result)})}")
+
+
+def quantised(course: Recovery) -> HeadedModel:
+    """The model in training, with weights and inputs as they will be stored and computed."""
+    for layer in course.latent.values():
+        layer.strength = 1.0
+    return HeadedModel(course.student)
+
+
+class Curve:
+    """Comparisons with the original during a course, kept in a file, so that a stopped course goes on."""
+
+    def __init__(self, judge: BaselineComparison, path: Path) -> None:
+        self._judge, self._path = judge, path
+        self._points: list[dict[str, float]] = []
+
+    def go_on(self, taken: int) -> None:
+        """Keep the points up to a step of a course that was stopped."""
+        points = json.loads(self._path.read_text())
+        self._points = [point for point in points if point["step"] <= taken]
+
+    def add(self, course: Recovery, step: int) -> None:
+        """Compare after a step."""
+        found = figures_of(self._judge.compare(quantised(course)))
+        self._points.append({"step": step, **{name: found[name] for name in ("ratio", "kld", "top_1")}})
+        self._path.write_text(json.dumps(self._points))
+        print(f"step {step}: {found['ratio']:.4f} times the original's, held out", flush=True)
+
+    def timed(self, log: list[dict[str, float]]) -> list[dict[str, float]]:
+        """The points, with minutes of training until then."""
+        return [
+            {"minutes": sum(one["seconds"] for one in log if one["step"] <= point["step"]) / 60, **point}
+            for point in self._points
+        ]
 
 
 def speed(asked: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@
 
 bytes  wikilm-26m (bf16, with a master copy in fp32) takes steps of AdamW on 4 x 128 tokens of WikiText-2, and
        the weights before and after a step make a delta.
-speed  Weights have the shapes of Llama 3.1 8B and are Gaussian, in bf16. 1 and 5 percent of them change by
+speed  Weights have the sizes of Llama 3.1 8B and are Gaussian, in bf16. 1 and 5 percent of them change by
        1, 2, 3 or 40 units of the last place, as often as in the first step of section `bytes`. A delta and a
        patch there and back are applied in turns. Nothing is timed before both have restored all bits.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_codec import llama_8b
 from record import Environment, Measurement, save_sections, spread
 
 from neuzip import delta
@@ -38,7 +39,7 @@ SHARES = (0.01, 0.05)
 UNITS, CHANCES = (1, 2, 3, 40), (0.75, 0.13, 0.06, 0.06)
 """By how many units of the last place weights change, and how often."""
 
-HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
+LAYERS = 32
 
 
 def main() -> None:
@@ -141,19 +142,6 @@ def require_equal(weights: Weights, new: Weights) -> None:
             raise SystemExit(f"{name}: is not restored")
 
 
-def shapes(layers: int, divisor: int) -> dict[str, tuple[int, ...]]:
-    """The weights of Llama 3.1 8B, with so many layers, and widths divided by a number."""
-    hidden, inner, keys, words = (n // divisor for n in (HIDDEN, INTERMEDIATE, KEYS, VOCABULARY))
-    named: dict[str, tuple[int, ...]] = {"embed": (words, hidden), "head": (words, hidden), "norm": (hidden,)}
-    for layer in range(layers):
-        named |= {
-            f"{layer}.q": (hidden, hidden), f"{layer}.k": (keys, hidden), f"{layer}.v": (keys, hidden),
-            f"{layer}.o": (hidden, hidden), f"{layer}.gate": (inner, hidden), f"{layer}.up": (inner, hidden),
-            f"{layer}.down": (hidden, inner), f"{layer}.norm1": (hidden,), f"{layer}.norm2": (hidden,),
-        }  # fmt: skip
-    return named
-
-
 def stepped(weights: Weights, share: float) -> Weights:
     """Weights of which a share has changed."""
     chances = torch.tensor(CHANCES, device=next(iter(weights.values())).device)
@@ -175,8 +163,8 @@ def speeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     device = torch.device(arguments.device)
     old = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
-        for name, shape in shapes(arguments.layers, 16 if device.type == "cpu" else 1).items()
+        name: torch.empty(numel, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+        for name, numel in llama_8b(arguments.layers, narrow=device.type == "cpu").items()
     }
     return [{"share": share, **speed(old, stepped(old, share), 2 * arguments.rounds)} for share in SHARES]
 

@@ -15,7 +15,13 @@ from .schemes import EncodedTensor
 from .workers import Workers
 
 LARGE_ON_GPU = 2
-"""Large tensors on the way to a GPU, on it, or on their way back."""
+"""Large tensors on the way to a GPU, on it, or on their way back, however large they are."""
+
+LARGE_TOGETHER = 1 << 26
+"""Bytes of further large tensors that may be on their way, for the GPU to code them together."""
+
+LEADERS = 16
+"""Threads for large tensors beside a GPU: one waits for each."""
 
 PlannedAndEncoded = tuple[PlannedTensor, EncodedTensor]
 
@@ -25,9 +31,9 @@ def encode_in_order(
 ) -> Iterator[PlannedAndEncoded]:
     """Code tensors: small ones side by side, a large one split among the workers.
 
-    With `on_gpu` a large tensor goes to the GPU while the one before it is coded and comes back.
+    With `on_gpu` a large tensor goes to the GPU while the one before it is coded and comes back, and there
+    are more of them at a time as long as all have LARGE_TOGETHER bytes at most.
     """
-    large_at_once = LARGE_ON_GPU if on_gpu else 1
     pending: deque[tuple[PlannedTensor, bool, Future[EncodedTensor]]] = deque()
 
     def next_encoded() -> PlannedAndEncoded:
@@ -35,7 +41,15 @@ def encode_in_order(
         with explaining_compiler(tensor.tensor.name):
             return tensor, future.result()
 
-    with ThreadPoolExecutor(large_at_once, thread_name_prefix="neuzip-large") as leaders:
+    most = LEADERS if on_gpu else 1
+
+    def is_full() -> bool:
+        large = [tensor.tensor.info.nbytes for tensor, is_large, _ in pending if is_large]
+        if len(large) == most or len(pending) > workers.waiting:
+            return True
+        return len(large) >= LARGE_ON_GPU and sum(large) >= LARGE_TOGETHER
+
+    with ThreadPoolExecutor(most, thread_name_prefix="neuzip-large") as leaders:
         try:
             for tensor in planned:
                 is_large = tensor.tensor.info.numel > SMALL
@@ -43,9 +57,7 @@ def encode_in_order(
                     pending.append((tensor, True, leaders.submit(encoder.encode, tensor, workers.map)))
                 else:
                     pending.append((tensor, False, workers.submit(encoder.encode, tensor)))
-                while (
-                    sum(large for _, large, _ in pending) == large_at_once or len(pending) > workers.waiting
-                ):
+                while is_full():
                     yield next_encoded()
             while pending:
                 yield next_encoded()

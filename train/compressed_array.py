@@ -38,7 +38,7 @@ SPARE = 50
 CODING_SHARE = 32
 """Divisor: the encoder's table stays on the device if it takes at most 1 / CODING_SHARE of the dense array.
 
-The table takes 0.67 MB if symbols are pairs of exponents, so it stays for arrays of 21 MB and more.
+The table takes 0.68 MB if symbols are pairs of exponents, so it stays for arrays of 22 MB and more.
 """
 
 

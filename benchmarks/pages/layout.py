@@ -100,7 +100,7 @@ def machine_list(texts: Iterable[str]) -> str:
     commits: dict[str, dict[str, None]] = {}
     for text in texts:
         name, _, commit = text.partition(", commit ")
-        commits.setdefault(name, {})[commit] = None
+        commits.setdefault(name, {}).update(dict.fromkeys(commit.split(", ")))
     return "; ".join(
         f"{name}, commit{'s' if len(each) > 1 else ''} {', '.join(each)}" for name, each in commits.items()
     )

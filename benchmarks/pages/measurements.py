@@ -17,7 +17,7 @@ from pages.codecs import codec, gpu_codec, memory
 from pages.layout import Document, anchor, is_measured, load, measured, render
 from pages.reliability import faults
 from pages.running import cold_start, experts, generate, packed_linear, vllm
-from pages.ternary import bitnet, recovery, ternary_conversion, ternary_linear
+from pages.ternary import bitnet, recovery, recovery_curve, ternary_conversion, ternary_linear
 from pages.training import layers, linear_cross_entropy, mix_ln, train_memory
 from pages.weights import (
     delta,
@@ -76,7 +76,8 @@ def topics() -> dict[str, list[str]]:
         ),
         "ternary": measured(
             (conversion, lambda *found: ternary_conversion(dict(zip(CONVERTED, found, strict=True)))),
-            (("recovery",), recovery), (("ternary_linear",), ternary_linear), (("bitnet",), bitnet),
+            (("recovery",), recovery), (("recovery-smollm2-135m",), recovery_curve),
+            (("ternary_linear",), ternary_linear), (("bitnet",), bitnet),
         ),
         "attention": [
             *([kv_cache(models)] if (models := cached_models()) else []),

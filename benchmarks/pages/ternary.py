@@ -104,3 +104,8 @@ def recovery(document: Document) -> str:
         for name, what in STAGES.items() if name in sections
     ]  # fmt: skip
     return render("ternary.recovery", document, stages, RECOVERY_AIMS)
+
+
+def recovery_curve(document: Document) -> str:
+    """How near minutes of training bring a ternary SmolLM2-135M to its original."""
+    return render("ternary.recovery_curve", document, document["sections"]["b158"])

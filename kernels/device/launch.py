@@ -91,7 +91,8 @@ def launch(
 ) -> None:
     """Launch a kernel on a grid of programs, on the current stream of `device`; on "meta" only compile it.
 
-    arguments  tensors, numbers, None, and TMA descriptors: `BoxedTensor`, or Triton's own
+    arguments  tensors, parts of their memory (`MemoryPart`), numbers, None, and TMA descriptors:
+               `BoxedTensor`, or Triton's own
     options    other arguments, the kernel's constants, num_warps, num_stages, maxnreg, enable_fp_fusion
     pdl        True for programmatic dependent launch where the card has it, False for none; with either the
                kernel gets USE_PDL. None for kernels without that constant

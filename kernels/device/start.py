@@ -20,6 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime._async_compile import FutureKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from neuzip.kernels.device.memory_part import MemoryPart
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INT32 = 1 << 31
 _INT64 = 1 << 63
@@ -86,7 +88,10 @@ class BoxedTensor:
 
 def triton_arguments(arguments: Sequence[Any]) -> list[Any]:
     """Arguments of a launch as Triton takes them."""
-    return [one.descriptor() if type(one) is BoxedTensor else one for one in arguments]
+    return [
+        one.descriptor() if type(one) is BoxedTensor else one.tensor() if type(one) is MemoryPart else one
+        for one in arguments
+    ]
 
 
 _RUNTIME: dict[int, tuple[Any, list[str]]] = {}
@@ -113,8 +118,9 @@ def argument_kinds(arguments: Sequence[Any], kinds: list[Any], values: list[Any]
     of how many bits; on the type of other numbers; and on dtype, block and layout of a descriptor. False for
     arguments of other types, whose launch is left to Triton.
 
-    Each argument appends one kind, a tensor two: its dtype, and then its alignment. No kinds of one list are
-    the beginning of others, so what follows them in a key is not mistaken for kinds.
+    Each argument appends one kind, a tensor two: its dtype, and then its alignment. A part of memory counts
+    as a tensor. No kinds of one list are the beginning of others, so what follows them in a key is not
+    mistaken for kinds.
     """
     for one in arguments:
         kind = type(one)
@@ -123,6 +129,9 @@ def argument_kinds(arguments: Sequence[Any], kinds: list[Any], values: list[Any]
             kinds += one.dtype, not address & 15
             # Memory of the host may have another address on the GPU, for which Triton asks the driver.
             values.append(address if one.is_cuda else one)
+        elif kind is MemoryPart:
+            kinds += one.kinds
+            values.append(one.address)
         elif kind is int:
             if -_INT32 <= one < _INT32:
                 kinds.append("1" if one == 1 else "int32" if one & 15 else "int32 aligned")

@@ -313,6 +313,11 @@ class ResidentTensor:
         _arrays(self.memory, self.layout)["starts"].add_(nbytes)
 
     @property
+    def errors(self) -> torch.Tensor:
+        """int32 [1] on the device: not 0 if words of a chunk that was decoded since are corrupt."""
+        return _arrays(self.memory, self.layout)["errors"]
+
+    @property
     def chunks(self) -> int:
         """How many there are."""
         return len(self.bounds) - 1

@@ -11,7 +11,7 @@ import torch
 from neuzip.errors import NeuzipError
 from neuzip.kernels.dtypes import names_for, torch_dtype
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor, raise_if_corrupt
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, TOGETHER, CodedTensor, raise_if_corrupt
 from neuzip.kernels.rans.ops import ResidentTensor, decode_together
 from neuzip.runtime.buffers import DecodeUnit
 from neuzip.runtime.weights import base
@@ -206,7 +206,7 @@ def _coded_together(dense: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
 
 
 def _code(rows: torch.Tensor, bounds: list[int]) -> ResidentTensor:
-    """Rows of a dense matrix, coded, with the bounds of their chunks. Looks whether they are restored."""
+    """Rows of a dense matrix, coded, with the bounds of their chunks. Checks that they are restored."""
     from neuzip.kernels.rans.triton import encode as triton_encode
 
     columns, fmt = rows.shape[1], FORMATS[ANS_FORMATS[rows.dtype]]
@@ -220,12 +220,26 @@ def _code(rows: torch.Tensor, bounds: list[int]) -> ResidentTensor:
         del encoded
         chunks = [(bound - bounds[0]) * columns for bound in bounds]
         resident = ResidentTensor.of(coded, bounds=chunks)
-        for number, (start, stop) in enumerate(pairwise(chunks)):
-            decoded, errors = resident.decode(number)
-            raise_if_corrupt(errors, ["a weight coded just now"])
-            if not torch.equal(decoded, bits[start:stop]):
-                raise AssertionError("a weight coded just now is not what it was")
+        del coded
+        _require_restored(resident, bits)
     return resident
+
+
+def _require_restored(resident: ResidentTensor, bits: torch.Tensor) -> None:
+    """Raise AssertionError or CorruptStream unless all chunks are decoded to `bits`. Waits for the device.
+
+    A launch decodes up to TOGETHER chunks: those of small experts take whole blocks each.
+    """
+    bounds, right = list(pairwise(resident.bounds)), []
+    for first in range(0, len(bounds), TOGETHER):
+        numbers = range(first, min(first + TOGETHER, len(bounds)))
+        outs = [torch.empty(resident.capacity(n), dtype=torch.uint8, device=bits.device) for n in numbers]
+        for number, own in zip(numbers, decode_together([(resident, n) for n in numbers], outs), strict=True):
+            right.append((own == bits[slice(*bounds[number])]).all())
+    all_right = torch.stack(right).all()
+    raise_if_corrupt(resident.errors, ["a weight coded just now"])
+    if not all_right:
+        raise AssertionError("a weight coded just now is not what it was")
 
 
 def _filled_up(plane: torch.Tensor) -> torch.Tensor:

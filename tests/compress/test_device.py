@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +26,18 @@ from neuzip.compress import device as devices
 from neuzip.compress.device import CPU, MOST_THREADS, WORTH_STARTING, Device, choose
 from neuzip.compress.gpu import Gpu
 from neuzip.compress.pieces import PIECE
+from neuzip.compress.schemes import lossless
 from neuzip.compress.schemes.truncated import ErrorSums
 from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.workers import Gathering
 from neuzip.distribution import MissingPackage
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.eval.measures.histograms import inspect
 from neuzip.kernels.device import release as triton_release
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.rans import BLOCK
+from neuzip.kernels.rans.triton import decode as triton_decode
+from neuzip.kernels.rans.triton import encode as triton_encode
 from neuzip.runtime.devices import choose_device
 
 Save = Callable[..., Path]
@@ -329,6 +335,59 @@ def test_corrupt_words_are_refused_in_the_same_words(damage, device, model, tmp_
         return [*said, str(refused.value)]
 
     assert refusals(device) == refusals(CPU)
+
+
+def at_once(gathering: Gathering[Any, Any], calls: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
+    """Calls by as many threads, none of which starts a list before all of them wait for it."""
+    gathering._is_starting = True
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        until = time.monotonic() + 60
+        while len(gathering._waiting) < len(calls) and time.monotonic() < until:
+            time.sleep(0.001)
+        gathering._let_next_start()
+        return futures
+
+
+def test_tensors_of_several_threads_are_one_list(device, tmp_path, save, monkeypatch):
+    fmt, names = FORMATS["BF16"], ["a", "b", "c", "d"]
+    bits = {name: weights(fmt, 5000 + i, i) for i, name in enumerate(names)}
+    plain, coded = tmp_path / "plain.safetensors", tmp_path / "nz.safetensors"
+    save(plain, {name: ("BF16", array.shape, array) for name, array in bits.items()})
+    compress(plain, coded)
+    lists: list[int] = []
+    for module, function in (triton_encode, "encode_all"), (triton_decode, "prepare"):
+        call = getattr(module, function)
+        monkeypatch.setattr(
+            module,
+            function,
+            lambda tensors, *rest, call=call: lists.append(len(tensors)) or call(tensors, *rest),
+        )
+    gpu = device.gpu
+
+    def encoded(array: Array, gpu: Gpu | None) -> dict[str, bytes]:
+        kept, streams = lossless.encode(lambda a, b: array[a:b], array.size, fmt, gpu=gpu)
+        return {str(kept): b""} | {
+            name: b"".join(p.tobytes() for p in s.parts) for name, s in streams.items()
+        }
+
+    found = at_once(gpu._coded, [lambda array=array: encoded(array, gpu) for array in bits.values()])
+    assert [future.result() for future in found] == [encoded(array, None) for array in bits.values()]
+    assert lists == [4]
+    with FolderSource(coded) as source:
+        (words,) = (e for e in source.extents(source.find(coded.name, "c")) if e.stream == "words")
+    data = bytearray(coded.read_bytes())
+    data[words.start : words.start + 40] = b"\xff" * 40
+    coded.write_bytes(data)
+    with FolderSource(coded, device) as source:
+        calls = [lambda tensor=tensor: source.read(tensor).tobytes() for tensor in source.tensors()]
+        read = dict(zip(names, at_once(gpu._decoded, calls), strict=True))
+    with pytest.raises(FormatError, match="tensor 'c'"):
+        read.pop("c").result()
+    assert {name: future.result() for name, future in read.items()} == {
+        name: bits[name].tobytes() for name in "abd"
+    }
+    assert 4 in lists[1:]
 
 
 def test_a_tensor_that_is_too_large_is_coded_on_the_cpu_and_says_so(device, model, tmp_path, monkeypatch):

@@ -205,6 +205,7 @@ print(json.dumps(shared))
 """
 
 ENCODERS = """
+import numpy as np
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.rans.triton import batch, census, encode_blocks, encode_planes, encoder_table
 
@@ -215,16 +216,19 @@ for name, warps, tensors, group, addends in (
 ):
     fmt = FORMATS[name]
     bits = [torch.zeros(n, dtype=batch.INTEGERS[fmt.bits]) for n in (1, warps * 16384 + 16)[:tensors]]
-    planes = [batch.empty_planes(one.numel(), fmt.mantissa_bits, one.device) for one in bits]
-    own = batch.Batch(bits, fmt, warps, planes)
-    tables = encoder_table.make_tables(own, *census.count(own, 256, 528))
+    sizes = batch.sizes_of(
+        tuple(one.numel() for one in bits), warps, fmt.mantissa_bits, census.shares(fmt, 256, 528)
+    )
+    own = batch.Batch(bits, fmt, warps, sizes)
+    counted = census.count(own, 256)
+    tables = encoder_table.make_tables(own, counted.counters, counted.elsewhere)
     encode_blocks.fill_tails(own, tables.tables)
-    index = torch.zeros(own.sizes.shares.blocks, dtype=torch.int16)
-    totals = torch.zeros(64, dtype=torch.int64)
-    blocks = encode_blocks.BlockCoder(own, tables, index, range(tensors), group, addends, 0, totals)
+    index = torch.zeros(sizes.shares.blocks, dtype=torch.int16)
+    blocks = encode_blocks.BlockCoder(own, tables, index, range(tensors), group, addends, 0)
     blocks.code(0)
-    blocks.gather(0, [torch.zeros(1, dtype=torch.int16)] * tensors)
-    encode_planes.write_planes(own, planes, fmt.mantissa_bits)
+    blocks.gather(0, torch.zeros(1, dtype=torch.int16))
+    chosen = np.ones(tensors, bool)
+    encode_planes.write_planes(own, own.planes, own.columns, chosen, fmt.mantissa_bits)
 print(json.dumps(shared))
 """
 

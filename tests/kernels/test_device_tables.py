@@ -15,7 +15,7 @@ from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census
 from neuzip.kernels.rans.triton import census as triton_census
 from neuzip.kernels.rans.triton import device_table
-from neuzip.kernels.rans.triton.batch import INTEGERS, Batch
+from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, sizes_of
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTables, division_facts, make_tables
 
 BF16 = FORMATS["BF16"]
@@ -35,14 +35,16 @@ def equal_tables(originals: list[Bits], fmt: FloatFormat = BF16, programs: int =
     """Tables of tensors that are counted in one launch, compared with the CPU's; these."""
     tensors = [torch.from_numpy(bits.view(f"i{bits.itemsize}")).to(DEVICE) for bits in originals]
     assert tensors[0].dtype == INTEGERS[fmt.bits]
-    batch = Batch(tensors, fmt, warps=1)
-    made = make_tables(batch, *triton_census.count(batch, 32, programs))
+    sizes = sizes_of(tuple(bits.size for bits in originals), 1, None, triton_census.shares(fmt, 32, programs))
+    batch = Batch(tensors, fmt, 1, sizes)
+    counted = triton_census.count(batch, 32)
+    made = make_tables(batch, counted.counters, counted.elsewhere)
     tables = []
     for row, bits in enumerate(originals):
         counted = census(bits, fmt)
         table = rans.build_table(counted.exponents, counted.pairs)
         own = HostTables(made.tables.cpu().numpy())
-        got = own.table(row)
+        got = own.tables()[row]
         assert own.kept_bits[row] == counted.kept_bits(fmt)
         rans.Table(got.group, got.palette, got.frequencies)  # checks that it obeys the rules
         assert got.group == table.group
@@ -58,13 +60,14 @@ def compare_keys(made: EncoderTables, row: int, table: rans.Table, fmt: FloatFor
     """Symbols, escapes and facts of every key. Whether a symbol has an addend."""
     keys = 1 << 16 if table.group == 2 else 1 << fmt.exponent_bits
     symbols = table.symbols[:keys].astype(np.int64)
-    assert made.symbols[row, :keys].cpu().numpy().astype(np.int64).tolist() == symbols.tolist()
+    own = made.row(row)
+    assert own.symbols.tensor()[:keys].cpu().numpy().astype(np.int64).tolist() == symbols.tolist()
     frequencies = np.zeros(256, np.int64)
     frequencies[: table.frequencies.size] = table.frequencies
     divisions, start = division_facts()[frequencies], np.cumsum(frequencies) - frequencies
     facts = divisions + (start << 51)
     key = np.arange(keys)
-    got = made.facts[row].cpu().numpy()[key + (key >> 8) * (device_table.ROW - 256)]
+    got = own.facts.tensor().cpu().numpy()[key + (key >> 8) * (device_table.ROW - 256)]
     assert np.array_equal(got, facts[symbols & 0xFF] | symbols >> 8 << 45)
     return bool((divisions >> 44 & 1).any())
 

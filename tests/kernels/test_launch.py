@@ -22,6 +22,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from neuzip.kernels.device.memory_part import MemoryPart
 from neuzip.kernels.device.start import BoxedTensor, TensorBox, argument_kinds, triton_arguments
 from neuzip.runtime.weights import PackedWeight
 
@@ -49,6 +50,12 @@ def tensors() -> Iterator[torch.Tensor]:
     yield torch.nn.Parameter(torch.zeros(64))
 
 
+def parts() -> Iterator[MemoryPart]:
+    memory = torch.zeros(2, 256)
+    for dtype, offset in product(DTYPES, (0, 8, 16, 24, 256)):
+        yield MemoryPart(memory, dtype, offset, 5)
+
+
 def descriptors() -> Iterator[Any]:
     for dtype in (torch.bfloat16, torch.float16):
         matrix = torch.zeros(64, 128, dtype=dtype)
@@ -60,7 +67,20 @@ def descriptors() -> Iterator[Any]:
 
 
 def arguments() -> list[Any]:
-    return [*tensors(), *descriptors(), *INTS, None, True, False, 0.0, 1.0, -0.0, 16.0, float("nan")]
+    return [
+        *tensors(),
+        *parts(),
+        *descriptors(),
+        *INTS,
+        None,
+        True,
+        False,
+        0.0,
+        1.0,
+        -0.0,
+        16.0,
+        float("nan"),
+    ]
 
 
 def kinds_of(*some: Any) -> tuple[Any, ...]:
@@ -82,6 +102,15 @@ def test_arguments_of_one_kind_are_specialised_alike():
         # A constexpr None compares with nothing else; a bool is no int.
         assert by_kind.setdefault(kinds, own) == own, (one, kinds)
     assert len(by_kind) > 2 * len(DTYPES) + 10
+
+
+def test_a_part_of_memory_is_launched_as_its_tensor_is():
+    for part in parts():
+        tensor = part.tensor()
+        assert (tensor.dtype, tensor.numel(), tensor.data_ptr()) == (part.dtype, 5, part.address)
+        assert kinds_of(part) == kinds_of(tensor)
+        values: list[Any] = []
+        assert argument_kinds([part], [], values) and values == [part.address]
 
 
 def test_lists_of_one_kind_are_specialised_alike():
@@ -264,6 +293,7 @@ def test_descriptors_are_those_of_triton(tmp_path: Path, kernel_cache: Path):
     """Also those of a tensor at the address of an earlier one, and of one that has no descriptor yet."""
     script = """
 from own_gluon import BOX, copy
+from neuzip.kernels.device.memory_part import MemoryPart
 from neuzip.kernels.device.start import BoxedTensor
 
 def descriptor(tensor):

@@ -220,8 +220,8 @@ def test_many_tensors_in_one_call(warps: int) -> None:
 
 
 def test_a_list_is_decoded_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First a few tensors, then others, of several kinds; whatever of them an error stops is refused."""
-    monkeypatch.setattr(triton_decode, "FIRST", 2)
+    """One tensor, then two, and again two, of several kinds; whatever of them an error stops is refused."""
+    monkeypatch.setattr(triton_decode, "FIRST", 1)
     monkeypatch.setattr(triton_decode, "MOST", 2)
     originals, tensors = [], []
     for seed, name in enumerate(["BF16", "F16", "BF16", "BF16", "F16", "BF16"]):

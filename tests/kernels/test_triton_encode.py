@@ -220,6 +220,51 @@ def test_usual_tensors_are_coded_once(device: torch.device, monkeypatch: pytest.
     assert not (encoder_table.division_facts()[:2048] >> 44 & 1).any()
 
 
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Words that there is memory for, of every gathering from now on."""
+    rooms: list[int] = []
+    gather = encode_blocks.BlockCoder.gather
+
+    def recorded(self: Any, at: int, words: torch.Tensor, first_word: int = 0) -> None:
+        rooms.append(words.numel())
+        gather(self, at, words, first_word)
+
+    monkeypatch.setattr(encode_blocks.BlockCoder, "gather", recorded)
+    return rooms
+
+
+@pytest.mark.parametrize("name", ["BF16", "F16", "F64"])
+def test_memory_for_words_is_estimated(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little more than is needed, whether weights have many escapes, or all one symbol, or fill a run."""
+    fmt, rooms = FORMATS[name], gathered(monkeypatch)
+    for bits in (
+        gaussian(fmt, BLOCK + 77), np.full(9000, 1, fmt.dtype), gaussian(fmt, 1), gaussian(fmt, 6000, 3),
+    ):  # fmt: skip
+        encoded = encode(on(device, bits), fmt)
+        needed = encoded.words.numel()
+        assert needed <= rooms[-1] <= needed * 1.04 + 4 * 64
+    assert len(rooms) == 4
+
+
+@pytest.mark.parametrize("spare", [0, 50])
+def test_an_estimate_that_is_too_small(
+    spare: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, poison: None
+) -> None:
+    """For all tensors together: the words of some, or of none, had room. They are gathered again."""
+    originals = [gaussian(BF16, 700), anything(BF16, 300), gaussian(BF16, 5000, 1), gaussian(BF16, 40, 2)]
+    for unit in (1, 30):
+        with monkeypatch.context() as patch:
+            patch.setattr(encoder_table, "WORDS_UNIT", unit)
+            rooms = gathered(patch)
+            coded = encode_all([on(device, bits) for bits in originals], BF16, spare=spare)
+        assert len(rooms) == 3 and rooms[0] < rooms[1]
+        for bits, one in zip(originals, coded, strict=True):
+            exponents, _ = split(bits, BF16, one.kept_bits)
+            assert one.words.cpu().numpy().tobytes() == rans.encode(exponents, one.table).words.tobytes()
+
+
 def test_streams_are_those_of_the_codec(device: torch.device) -> None:
     bits = gaussian(BF16, 9000)
     kept, streams = lossless.encode(lambda start, stop: bits[start:stop], bits.size, BF16)
@@ -260,7 +305,7 @@ def test_the_lock_is_held_around_launches_alone(
     }  # fmt: skip
     for name, module in kernels.items():
         monkeypatch.setattr(module, name, Kernel(name, getattr(module, name)))
-    monkeypatch.setattr(encoder_table.HostTables, "table", unlocked(encoder_table.HostTables.table))
+    monkeypatch.setattr(encoder_table.HostTables, "tables", unlocked(encoder_table.HostTables.tables))
     bits = torch.from_numpy(gaussian(BF16, 5000).view(np.int16)).to(device)
     encoded = encode(bits, BF16, warps=1)
     assert set(launches) == set(kernels) - {"_planes_kernel"}

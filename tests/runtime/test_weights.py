@@ -18,11 +18,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from neuzip.errors import NeuzipError
+from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
+from neuzip.kernels.rans.coded import TOGETHER
+from neuzip.kernels.rans.triton import encode as triton_encode
 from neuzip.kernels.rans.triton import warp
 from neuzip.runtime import buffers
-from neuzip.runtime.weights import AnsWeight, CompressedWeight, PackedWeight, base
+from neuzip.runtime.weights import AnsWeight, CompressedWeight, PackedWeight, ans, base
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -75,6 +78,26 @@ def test_dense_gives_the_bits_back(kind: str, shape: tuple[int, ...], dtype: tor
 def test_fp32_is_coded() -> None:
     dense = random(9, 50, dtype=torch.float32)
     assert same_bits(AnsWeight.of(dense).dense(), dense)
+
+
+def test_an_encoder_that_is_wrong_for_one_expert_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are decoded TOGETHER in a launch, and all of them are compared."""
+    dense, encode, lists = random(TOGETHER + 1, 8, 33), triton_encode.encode, []
+    decode = ans.decode_together
+    monkeypatch.setattr(
+        ans, "decode_together", lambda chunks, outs: lists.append(len(chunks)) or decode(chunks, outs)
+    )
+    AnsWeight.of(dense)
+    assert lists == [TOGETHER, 1]
+
+    def changed(bits: torch.Tensor, fmt: FloatFormat) -> triton_encode.GpuEncoded:
+        other = bits.clone()
+        other[-1] ^= 1
+        return encode(other, fmt)
+
+    monkeypatch.setattr(triton_encode, "encode", changed)
+    with pytest.raises(AssertionError, match="is not what it was"):
+        AnsWeight.of(dense)
 
 
 @EVERY

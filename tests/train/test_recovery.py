@@ -21,11 +21,11 @@ from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime.activations import ACTIVATIONS, ACTIVATIONS_ENTRY, Activations
 from neuzip.runtime.bitlinear import BitLinear
 from neuzip.runtime.hf.load import load_model
-from neuzip.train.loop import read_log
+from neuzip.train.loop import Schedule, read_log
 from neuzip.train.recovery.course import STATE_FILE, Recovery
 from neuzip.train.recovery.distill import LossWeights, head_loss, hidden_loss
 from neuzip.train.recovery.latent import require_plain_head, runnable
-from neuzip.train.recovery.run import recover, thinned
+from neuzip.train.recovery.run import recover, thinned, within
 from neuzip.train.recovery.settings import RecoverySettings
 from neuzip.train.recovery.straight_through import LatentLinear, inside, integer_product
 from neuzip.train.recovery.ternary import TernaryRecipe, convert, save
@@ -499,6 +499,20 @@ def test_a_budget_of_time_decides_how_many_steps_there_are(
     assert len(found.figures) == course.steps > 1
     assert sum(one["seconds"] for one in found.figures) == pytest.approx(0.05 * course.steps)
     assert 0.05 * course.steps <= 1.0
+
+
+def test_the_rate_has_fallen_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch):
+    """Steps that take longer than was planned are fewer, and the last one still has the least rate."""
+    now = [100.0]
+    monkeypatch.setattr("neuzip.train.recovery.run.time.monotonic", lambda: now[0])
+    schedule = Schedule(1.0, 100, 0, 0.1, "linear")
+    rate = within(schedule, 100, 10.0, 8.0)  # 2 of 10 seconds were used before a stop
+    assert rate(5) == schedule(20)
+    assert rate(30) == schedule(30)  # faster than planned: step by step
+    now[0] += 4.0
+    assert rate(30) == schedule(60)
+    now[0] += 8.0
+    assert rate(60) == schedule(99) == 0.1
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,8 +60,9 @@ def recover(
     """Train for `steps`, or as many as fit into `seconds`, and write the result, its log and a picture.
 
     A run that was stopped leaves its state beside `dst`; called again with the same settings it goes on.
-    Seconds count training alone, and what went before is taken off. `from_state` is what an earlier course
-    left in `keep_state`: latent weights and moments.
+    Seconds count from the first step on, and what went before is taken off. When they end, the learning rate
+    has fallen to its least, even if steps take longer than those that were tried. `from_state` is what an
+    earlier course left in `keep_state`: latent weights and moments.
 
     Raises NeuzipError, before anything is trained if `dst` exists or `keep_state` cannot be a folder.
     """
@@ -82,12 +84,15 @@ def recover(
             clear(work, overwrite)
             course.steps = steps if steps is not None else course.fit(_required(seconds))
         on_start(course, taken)
+        schedule: Callable[[int], float] = course.schedule()
+        budget = None
+        if steps is None:
+            budget = _required(seconds) - _spent(log, taken)
+            schedule = within(schedule, course.steps, _required(seconds), budget)
         figures = run(
-            course.step, steps=course.steps, schedule=course.schedule(), log=log, start=taken,
+            course.step, steps=course.steps, schedule=schedule, log=log, start=taken,
             every=max(1, course.steps // CHECKPOINTS), checkpoint=lambda n: course.save_state(state, n),
-            progress=on_step,
-            budget_seconds=None if steps is not None else _required(seconds) - _spent(log, taken),
-            device=course.device,
+            progress=on_step, budget_seconds=budget, device=course.device,
         )  # fmt: skip
         if keep_state is not None:
             course.save_state(keep_state, len(figures))
@@ -136,6 +141,19 @@ def _required(seconds: float | None) -> float:
     if seconds is None:
         raise UsageError("how long is it to be trained?", "give a number of steps, or a budget of time")
     return seconds
+
+
+def within(
+    schedule: Callable[[int], float], steps: int, seconds: float, left: float
+) -> Callable[[int], float]:
+    """The schedule of steps that share `seconds`, of which some are left: as far on as the time is."""
+    end = time.monotonic() + left
+
+    def rate(step: int) -> float:
+        share = 1 - (end - time.monotonic()) / seconds
+        return schedule(max(step, round(share * steps)))
+
+    return rate
 
 
 def _spent(log: Path, taken: int) -> float:

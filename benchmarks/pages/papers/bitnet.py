@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pages.attention import cache_rows
-from pages.layout import Document, linked, load, table
+from pages.layout import Document, is_measured, linked, load, table
 from pages.papers import bitnet_training as trained
 from pages.papers.bitnet_training import TO_RUN
 from pages.papers.items import Claim, PaperItem, PaperSection
@@ -75,6 +75,13 @@ def table_1() -> PaperItem:
     rows.append(["ours, wikilm-26m", f"{sections['b158']['after']['original']:.2f}", f"{ours[0]:.2f}", "",
                  f"{ours[1]:.2f}", f"{ours[1] / ours[0]:.3f}"])  # fmt: skip
     results, missing, on = ["recovery"], "the accuracy of tasks", "wikilm-26m"
+    if is_measured("recovery-smollm2-135m"):
+        after = load("recovery-smollm2-135m")["sections"]["b158"]["after"]
+        rows.append(
+            ["ours, SmolLM2-135M", f"{after['original']:.2f}", f"{after['perplexity']:.2f}", "", "", ""]
+        )
+        results.append("recovery-smollm2-135m")
+        on = f"{on} and SmolLM2-135M"
     own = trained.perplexities()
     ratios: list[float] = []
     if own is None:

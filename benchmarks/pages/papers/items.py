@@ -47,7 +47,7 @@ class PaperItem:
     obstacle  what is not available to us; with a result it says why a part is missing
     drawn     whether there is nothing to measure
     on        the models or values that were measured, with the size of small ones
-    sections  those of the only result that were used; empty for all
+    sections  those of the first result that were used; empty for all
     """
 
     name: str
@@ -133,7 +133,8 @@ def source(name: str, *sections: str) -> str:
 def shortened(machine: str) -> str:
     """A machine and a commit without versions, which the result file has."""
     first, _, rest = machine.partition(",")
-    return f"{first.strip()}, commit{rest.rpartition('commit')[2]}"
+    commits = rest.rpartition(", commit ")[2]
+    return f"{first.strip()}, commit{'s' if ', ' in commits else ''} {commits}"
 
 
 def at(document: Document, **wanted: object) -> Document:

@@ -121,25 +121,59 @@ def table_1() -> PaperItem:
         "weights; vanilla computes them in full. "
         if any(sections[model].get("filtered_head", True) for model in TRAINED) else ""
     )  # fmt: skip
+    losses, same_losses, trained_on = training_losses()
     return PaperItem(
         "Table 1", "Pre-training: validation loss, peak memory, speed",
         "The three methods have the same validation loss (8.81, 8.61 and 9.10); memory and speed are in the "
         "table.",
-        table(heads, rows),
-        ("train_memory",),
-        claims,
-        "the validation losses",
-        "The tokens are random as well, so these runs measure no validation loss; `python "
-        "benchmarks/training_losses.py` measures it on text, with small models, needs a GPU, and has not run "
-        "yet. The GPU is an H100 (paper: "
-        "A6000), and our steps have 1,024 tokens, so iterations per second do not compare with the paper's. "
+        f"{table(heads, rows)}\n\n{losses}".rstrip(),
+        ("train_memory", *(["training_losses"] if losses else [])),
+        [*claims, *same_losses],
+        "the validation losses" + (" of models of these sizes" if losses else ""),
+        "The tokens of the runs that measure memory and speed are random as well, so those have no "
+        + ("validation loss. " if losses else "validation loss; `python benchmarks/training_losses.py` "
+           "measures it on text, with small models, needs a GPU, and has not run yet. ")
+        + "The GPU is an H100 (paper: A6000), and our steps have 1,024 tokens, so iterations per second do "
+        "not compare with the paper's. "
         f"LOMO is neuzip's own trainer with uncompressed weights. {filtered}"
         "Vanilla uses activation checkpointing; Figure 2 has vanilla without. "
         "Losses were compared with deterministic algorithms, over 8 "
         "steps: "
         f"{linked('all rows', 'Training with compressed weights')}.",
-        on=SHAPES, sections=tuple(TRAINED),
+        on=SHAPES + trained_on, sections=tuple(TRAINED),
     )  # fmt: skip
+
+
+def training_losses() -> tuple[str, list[Claim], str]:
+    """Validation losses of the three methods on one text: table, conclusions, and what was trained.
+
+    All are empty if nothing was measured.
+    """
+    if not is_measured("training_losses"):
+        return "", [], ""
+    document = load("training_losses")
+    runs = {(r["method"], r["seed"]): r for r in document["results"]}
+    seeds = sorted({seed for _, seed in runs})
+    rows = [
+        [title, *(f"{runs[method, seed]['validation_loss']:.4f}" for seed in seeds),
+         f"{runs[method, seeds[0]]['peak_gib']:.2f}"]
+        for method, title in TRAINING_METHODS.items()
+    ]  # fmt: skip
+    claims = [
+        Claim("small models, on text: LOMO and NeuZip have the same losses, bit for bit, with every seed",
+              all(runs["lomo", seed]["losses"] == runs["ours", seed]["losses"] for seed in seeds)),
+        Claim("small models, on text: all methods have the same validation loss to two decimals, as in the "
+              "paper, with every seed",
+              all(len({round(runs[method, seed]["validation_loss"], 2) for method in TRAINING_METHODS}) == 1
+                  for seed in seeds)),
+    ]  # fmt: skip
+    words = (
+        f"Validation losses in nats per token after {document['steps']:,} steps of SGD with "
+        f"{document['tokens_a_step']:,} tokens of {document['text']}, learning rate {document['lr']:g}, on "
+        f"{document['validation_tokens']:,} tokens of {document['validation_text']}:"
+    )
+    heads = ("method", *(f"seed {seed}" for seed in seeds), "ours, GiB")
+    return f"{words}\n\n{table(heads, rows)}", claims, ", and of wikilm-26m, 26 M weights, for the losses"
 
 
 def training_row(section: Document, method: str) -> Document:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from neuzip.kernels.float_fields import FloatFormat, plane_widths
+from neuzip.kernels.device.memory_part import MemoryPart, allocate
+from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN
 from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, on_device, starts_of
 
@@ -29,12 +30,14 @@ ELEMENTS = {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}
 PLANE_WIDTHS = (32, 16, 8, 4, 2, 1)
 
 # Columns of a batch: where the weights are, how many they are, blocks in whole programs, blocks of the
-# tensors before, and where the planes are, by width. Places are bytes from the first tensor on: what is added
-# to a pointer that a launch is given keeps its alignment for the compiler; an address as a number has none.
-# Then starts: of blocks, and of the programs that code whole groups of blocks, and tails.
+# tensors before, and where the planes are, by width. Weights are bytes from the first tensor on, planes bytes
+# from a memory of theirs: what is added to a pointer that a launch is given keeps its alignment for the
+# compiler; an address as a number has none. Then starts: of blocks, of the programs that code whole groups of
+# blocks, and tails, and of those that take the census.
 BITS_AT, NUMEL, WHOLE, INDEX, PLANES_AT = range(5)
 FIRSTS = PLANES_AT + len(PLANE_WIDTHS)
-COLUMNS = FIRSTS + 3
+CENSUS_AT = FIRSTS + 3
+COLUMNS = CENSUS_AT + 1
 
 Planes = dict[int, torch.Tensor]
 
@@ -67,96 +70,157 @@ class BlockShares:
 
 
 @dataclass(frozen=True, eq=False)
+class PlaneLayout:
+    """Where the planes of some tensors lie in a memory of `nbytes`: whole runs each, by width and by tensor.
+
+    `places`, [PLANE_WIDTHS, tensors], are bytes. `pieces` are where the planes of each tensor begin, and how
+    long they are, by width; a tensor without weights has none.
+    """
+
+    places: Ints
+    pieces: list[dict[int, tuple[int, int]]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, numels: Sequence[int], mantissa_bits: int) -> PlaneLayout:
+        """The layout for tensors of so many weights, of so many mantissa bits."""
+        places = np.zeros((len(PLANE_WIDTHS), len(numels)), np.int64)
+        pieces: list[dict[int, tuple[int, int]]] = [{} for _ in numels]
+        end = 0
+        for width in plane_widths(1 + mantissa_bits):
+            for number, numel in enumerate(numels):
+                places[PLANE_WIDTHS.index(width), number] = end
+                if numel:
+                    pieces[number][width] = end, plane_bytes(width, numel)
+                end += whole_runs(numel) * width // 8
+        return cls(places, pieces, end)
+
+    def planes(self, memory: torch.Tensor) -> list[Planes]:
+        """The planes of each tensor in a memory."""
+        return [{width: cut(memory, *piece) for width, piece in own.items()} for own in self.pieces]
+
+
+def cut(memory: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """A piece of a one-dimensional array that begins with its memory. A slice takes twice as long."""
+    return memory.as_strided((length,), (1,), start)
+
+
+@dataclass(frozen=True, eq=False)
 class BatchSizes:
     """What follows from the sizes of tensors alone. Arrays have an entry for each; nobody writes to them.
 
-    `columns` are those of a batch, without places. `tail` is the largest number of weights of a tail.
+    `columns` are those of a batch of one; larger ones lack where weights are. `programs` take the census.
+    `tail` is the largest number of weights of a tail. `key` are the arguments of `sizes_of`.
     """
 
+    key: tuple[Any, ...]
     numels: Ints
     blocks: Ints
     whole: Ints
-    before: Ints
     shares: BlockShares
     columns: Ints
+    programs: int
     tail: int
+    layout: PlaneLayout | None
+
+
+class CensusShares(NamedTuple):
+    """How the census of tensors is shared: items of a tile, and about how many programs.
+
+    An item is `weights` weights: two neighbours, or one.
+    """
+
+    weights: int
+    tile: int
+    programs: int
 
 
 @lru_cache(maxsize=512)
-def sizes_of(numels: tuple[int, ...], warps: int) -> BatchSizes:
-    """The sizes of tensors of so many weights, whose programs code `warps` blocks each."""
+def sizes_of(
+    numels: tuple[int, ...], warps: int, mantissa_bits: int | None, census: CensusShares | None = None
+) -> BatchSizes:
+    """The sizes of tensors of so many weights, whose programs code `warps` blocks each.
+
+    With `mantissa_bits` they have a layout of planes, with `census` starts of programs for it.
+    """
     counts = np.array(numels, np.int64)
     blocks = -(-counts // BLOCK)
     whole = counts // (warps * BLOCK) * warps
-    before = np.cumsum(blocks) - blocks
     shares = BlockShares.of(blocks, whole, warps)
-    columns = np.zeros((COLUMNS, shares.starts.shape[1]), np.int64)
-    columns[[NUMEL, WHOLE, INDEX], : counts.size] = counts, whole, before
-    columns[FIRSTS:] = shares.starts
-    return BatchSizes(counts, blocks, whole, before, shares, columns, int((counts - whole * BLOCK).max()))
+    columns = np.zeros((COLUMNS, ENTRIES), np.int64)
+    columns[[NUMEL, WHOLE, INDEX], : counts.size] = counts, whole, np.cumsum(blocks) - blocks
+    columns[FIRSTS:CENSUS_AT] = shares.starts
+    layout = None if mantissa_bits is None else PlaneLayout.of(numels, mantissa_bits)
+    if layout is not None:
+        columns[PLANES_AT:FIRSTS, : counts.size] = layout.places
+    if census is not None:
+        tiles = -(-(counts // census.weights) // census.tile)
+        each = max(1, -(-int(tiles.sum()) // census.programs))
+        columns[CENSUS_AT] = starts_of(np.maximum(1, -(-tiles // each)))
+    tail = int((counts - whole * BLOCK).max())
+    programs = int(columns[CENSUS_AT, -1])
+    key = numels, warps, mantissa_bits, census
+    return BatchSizes(key, counts, blocks, whole, shares, columns, programs, tail, layout)
+
+
+@cache
+def _columns_of_one(key: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """The columns of a batch of one tensor, which all of its size share, on a device, for ever: 8 KB.
+
+    The host waits until they are there, so any stream may read them.
+    """
+    with torch.inference_mode(False):
+        return torch.from_numpy(sizes_of(*key).columns).to(device, copy=True)
 
 
 class Batch:
     """Bit patterns of some tensors, one-dimensional, contiguous, at multiples of 16 bytes, none empty.
 
-    `planes` are where those are written that are written while the tensors are coded.
+    Planes that are written while the tensors are coded lie by the layout of `sizes`; or else after `planes`,
+    where `places` say, as those of a layout do.
     """
 
     def __init__(
-        self, bits: Sequence[torch.Tensor], fmt: FloatFormat, warps: int, planes: Sequence[Planes] = ()
-    ) -> None:
-        self.bits, self.fmt, self.warps, self.planes = bits, fmt, warps, planes
-        self.device = bits[0].device
-        self.sizes = sizes_of(tuple([one.numel() for one in bits]), warps)
-        self.tails = torch.empty(
-            (len(bits), warps * BLOCK) if self.sizes.tail else (1, 8),
-            dtype=INTEGERS[fmt.bits],
-            device=self.device,
-        )
-        self._starts: list[Ints] = []
+        self, bits: Sequence[torch.Tensor], fmt: FloatFormat, warps: int, sizes: BatchSizes,
+        planes: torch.Tensor | None = None, places: Ints | None = None,
+    ) -> None:  # fmt: skip
+        self.bits, self.fmt, self.warps, self.sizes, self.device = bits, fmt, warps, sizes, bits[0].device
+        self.base = MemoryPart(bits[0], torch.uint8, 0, bits[0].nbytes)
+        if planes is not None:
+            self.planes = planes
+        if len(bits) == 1 and places is None:
+            columns = _columns_of_one(sizes.key, self.device)
+        else:
+            columns = self.columns_with(
+                sizes.columns[PLANES_AT:FIRSTS, : len(bits)] if places is None else places
+            )
+        self.columns = MemoryPart(columns, torch.int64, 0, COLUMNS * ENTRIES)
 
     @cached_property
-    def base(self) -> torch.Tensor:
-        """What places count from: the bytes of the first tensor."""
-        return self.bits[0].view(torch.uint8)
-
-    def places(self, arrays: Sequence[torch.Tensor | None]) -> Ints:
-        """Where arrays are; 0 for those that there are not."""
-        base = self.bits[0].data_ptr()
-        return np.array([0 if one is None else one.data_ptr() - base for one in arrays], np.int64)
-
-    def add_starts(self, starts: Ints) -> int:
-        """Another column for the launches to read, before any has read some: its number."""
-        assert "columns" not in self.__dict__
-        self._starts.append(starts)
-        return COLUMNS + len(self._starts) - 1
+    def planes(self) -> torch.Tensor:
+        """The memory of the planes, uint8."""
+        layout = self.sizes.layout
+        return torch.empty(layout.nbytes if layout else 0, dtype=torch.uint8, device=self.device)
 
     @cached_property
-    def columns(self) -> torch.Tensor:
-        """The columns that all launches read, on the device: int64 [COLUMNS and those added, ENTRIES]."""
-        columns = np.concatenate([self._placed(self.planes).reshape(-1), *self._starts])
-        return on_device(columns.reshape(-1, ENTRIES), self.device)
+    def tails(self) -> MemoryPart:
+        """Memory for the tails of all tensors, `tail_stride` weights for each."""
+        if not self.sizes.tail:
+            return self.columns  # nobody reads it
+        return allocate(self.device, (INTEGERS[self.fmt.bits], len(self.bits) * self.tail_stride))[0]
 
-    def columns_with(self, planes: Sequence[Planes | None]) -> torch.Tensor:
-        """The columns, with where other planes of each tensor are."""
-        return on_device(self._placed(planes), self.device)
+    @property
+    def tail_stride(self) -> int:
+        """Weights of a whole program."""
+        return self.warps * BLOCK
 
-    def _placed(self, planes: Sequence[Planes | None]) -> Ints:
+    def columns_with(self, places: Ints) -> torch.Tensor:
+        """The columns, with where planes of each tensor are, on the device. Nobody waits for them."""
         columns: Ints = self.sizes.columns.copy()
-        columns[BITS_AT, : len(self.bits)] = self.places(self.bits)
-        for width in {width for own in planes if own for width in own}:
-            places = self.places([own.get(width) if own else None for own in planes])
-            columns[PLANES_AT + PLANE_WIDTHS.index(width), : len(planes)] = places
-        return columns
-
-
-def empty_planes(numel: int, mantissa_bits: int, device: torch.device) -> Planes:
-    """Planes for the fields of a tensor, with room for whole runs."""
-    size = whole_runs(numel)
-    return {
-        width: torch.empty(size * width // 8, dtype=torch.uint8, device=device)
-        for width in plane_widths(1 + mantissa_bits)
-    }
+        base = self.base.address
+        columns[BITS_AT, : len(self.bits)] = [one.data_ptr() - base for one in self.bits]
+        columns[PLANES_AT:FIRSTS, : len(self.bits)] = places
+        return on_device(columns, self.device)
 
 
 _C_BITS_AT, _C_NUMEL, _C_WHOLE = tl.constexpr(BITS_AT), tl.constexpr(NUMEL), tl.constexpr(WHOLE)

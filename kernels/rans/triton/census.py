@@ -9,16 +9,24 @@ elsewhere  int64 [tensors, 256, 256]: all other pairs, [second, first]
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
-from neuzip.kernels.rans.triton.batch import ELEMENTS, Batch, BatchSizes, numel_of, weights_of
-from neuzip.kernels.rans.triton.lists import ENTRIES, Ints, row_of, starts_of
+from neuzip.kernels.device.memory_part import MemoryPart, allocate
+from neuzip.kernels.float_fields import FloatFormat
+from neuzip.kernels.rans.triton.batch import (
+    CENSUS_AT,
+    ELEMENTS,
+    Batch,
+    CensusShares,
+    numel_of,
+    weights_of,
+)
+from neuzip.kernels.rans.triton.lists import ENTRIES, row_of
 from neuzip.kernels.rans.triton.warp import INTERPRETED
 
 WINDOW = 64
@@ -34,31 +42,34 @@ _ITEMS = 16
 """Items that a thread counts at a time."""
 
 
-def count(batch: Batch, threads: int, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The counters of a batch, and those of pairs elsewhere. About `programs` programs share the work."""
+class Counted(NamedTuple):
+    """The counters of a batch, and those of pairs elsewhere. `ends`, int64, are zeros for what codes it."""
+
+    counters: MemoryPart
+    elsewhere: MemoryPart
+    ends: MemoryPart
+
+
+def shares(fmt: FloatFormat, threads: int, programs: int) -> CensusShares:
+    """How the census of weights is shared by about so many programs of so many threads."""
+    return CensusShares(1 if fmt.exponent_bits > 8 else 2, _ITEMS * threads, programs)
+
+
+def count(batch: Batch, threads: int) -> Counted:
+    """Count a batch, whose sizes have shares of the census for programs of so many threads."""
     fmt, n = batch.fmt, len(batch.bits)
-    starts = _starts(batch.sizes, fmt.exponent_bits > 8, threads, programs)
-    starts_at = batch.add_starts(starts)
-    sizes = COUNTERS + 2, 1 << 16 if fmt.exponent_bits == 8 else 0
-    memory = torch.zeros(n * sum(sizes), dtype=torch.int64, device=batch.device)
-    counters, elsewhere = memory[: n * sizes[0]], memory[n * sizes[0] :]
+    blocks = batch.sizes.shares.blocks
+    lengths = n * (COUNTERS + 2), n << 16 if fmt.exponent_bits == 8 else 0, blocks + 1
+    counted = Counted(*allocate(batch.device, *[(torch.int64, length) for length in lengths], zero=True))
     launch(
-        _census_kernel, (int(starts[-1]),),
-        batch.base, batch.columns, counters, elsewhere,
+        _census_kernel, (batch.sizes.programs,),
+        batch.base, batch.columns, counted.counters, counted.elsewhere,
         BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS,
         WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=_ITEMS * threads,
         ITEM=ELEMENTS[fmt.bits if fmt.exponent_bits > 8 else 2 * fmt.bits], ENTRIES=ENTRIES,
-        STARTS_AT=starts_at, num_warps=threads // 32, device=batch.device,
+        STARTS_AT=CENSUS_AT, num_warps=threads // 32, device=batch.device,
     )  # fmt: skip
-    return counters, elsewhere
-
-
-@lru_cache(maxsize=512)
-def _starts(sizes: BatchSizes, wide: bool, threads: int, programs: int) -> Ints:
-    """The column of starts of programs. An item is two neighbours, or one weight if exponents are `wide`."""
-    tiles = -(-(sizes.numels if wide else sizes.numels // 2) // (_ITEMS * threads))
-    each = max(1, -(-int(tiles.sum()) // programs))
-    return starts_of(np.maximum(1, -(-tiles // each)))
+    return counted
 
 
 @triton.jit

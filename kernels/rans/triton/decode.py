@@ -64,7 +64,8 @@ OPERATION, OPERATION_ON_GRID = "decoding rANS codes", "decoding quantized weight
 """What is checked at its first use on a device: for floats, and for weights on a grid."""
 
 FIRST = 8
-"""Tensors that are launched before the host looks at others. Later launches have up to `lists.MOST`."""
+"""Tensors that are launched before the host looks at others; then twice as many each time, at most MOST.
+While the GPU decodes some, the host prepares the next."""
 
 
 def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -321,17 +322,18 @@ def _launches(
     warps: int | None,
 ) -> Iterator[Started]:
     """The launches for tensors, one by one: a caller may start each while the host prepares the next."""
-    for first, last in ((0, FIRST), (FIRST, len(tensors))):
-        for numbers in _kinds(tensors, outs, warps, range(first, min(last, len(tensors)))).values():
-            for start in range(0, len(numbers), MOST):
-                together = numbers[start : start + MOST]
-                base = tensors[together[0]]
-                inp = next(iter(base.planes.values()), base.words.view(torch.uint8))
-                out = outs[together[0]].flatten().view(torch.uint8)
-                offsets = [outs[i].data_ptr() - out.data_ptr() for i in together]
-                parts = [tensors[i] for i in together]
-                for part in make_launches(parts, inp, offsets, together, errors, warps):
-                    yield part, inp, out
+    first, count = 0, FIRST
+    while first < len(tensors):
+        last = min(first + count, len(tensors))
+        for together in _kinds(tensors, outs, warps, range(first, last)).values():
+            base = tensors[together[0]]
+            inp = next(iter(base.planes.values()), base.words.view(torch.uint8))
+            out = outs[together[0]].flatten().view(torch.uint8)
+            offsets = [outs[i].data_ptr() - out.data_ptr() for i in together]
+            parts = [tensors[i] for i in together]
+            for part in make_launches(parts, inp, offsets, together, errors, warps):
+                yield part, inp, out
+        first, count = last, min(2 * count, MOST)
 
 
 def _kinds(

@@ -20,15 +20,17 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.rans.model import OUTSIDE_BITS, PALETTE
-from neuzip.kernels.rans.numbers import RARE_BITS, SCALE
+from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, RARE_BITS, SCALE, SCALE_BITS
 from neuzip.kernels.rans.triton.batch import numel_of, weights_of
 from neuzip.kernels.rans.triton.census import COUNTERS, WINDOW, slot_of
 
 HEAD = 8
-GROUP, SIZE, KEPT, ADDENDS, FILLER, BEST = range(6)
+GROUP, SIZE, KEPT, ADDENDS, FILLER, BEST, WORDS = range(7)
 """Numbers of the head: weights of a symbol, exponents of the palette, mantissa bits that any weight uses,
 whether a symbol is divided with an addend, the exponent that fills up a last run, the most frequent one of
-all symbols."""
+all symbols, words that will be enough in all likelihood, in units of WORDS_UNIT."""
+
+WORDS_UNIT = 64
 
 PALETTE_AT, FREQUENCIES_AT, TABLE = HEAD, HEAD + 256, HEAD + 512
 
@@ -41,8 +43,11 @@ ROW = 256 + 6
 """Entries from the facts of a pair to those of the pair with the next second exponent. Were it 256, all pairs
 with the same first exponent would lie in one bank of the first-level cache, and wait for each other."""
 
-_GROUP, _SIZE, _KEPT, _ADDENDS, _FILLER, _BEST = (
-    tl.constexpr(v) for v in (GROUP, SIZE, KEPT, ADDENDS, FILLER, BEST)
+_GROUP, _SIZE, _KEPT, _ADDENDS, _FILLER, _BEST, _WORDS = (
+    tl.constexpr(v) for v in (GROUP, SIZE, KEPT, ADDENDS, FILLER, BEST, WORDS)
+)
+_WORDS_UNIT, _BLOCK, _HEADER_WORDS, _SCALE_BITS = (
+    tl.constexpr(v) for v in (WORDS_UNIT, BLOCK, HEADER_WORDS, SCALE_BITS)
 )
 _PALETTE_AT, _FREQUENCIES_AT, _TABLE = (tl.constexpr(v) for v in (PALETTE_AT, FREQUENCIES_AT, TABLE))
 _COUNTERS, _WINDOW, _SCALE = tl.constexpr(COUNTERS), tl.constexpr(WINDOW), tl.constexpr(SCALE)
@@ -88,13 +93,12 @@ def _exponent_counts(
 @triton.jit
 def _ranks(counts_ptr, counts, e, LENGTH: tl.constexpr):
     """The number of exponents that occur more often than each, or as often and are smaller."""
+    key = counts * LENGTH + (LENGTH - 1 - e)  # one comparison in place of three
     rank = tl.zeros([LENGTH], tl.int32)
     for at in range(0, LENGTH, 16):
         other = at + tl.arange(0, 16)
-        count = tl.load(counts_ptr + other)
-        is_more = count[:, None] > counts[None, :]
-        is_earlier = (count[:, None] == counts[None, :]) & (other[:, None] < e[None, :])
-        rank += tl.sum((is_more | is_earlier).to(tl.int32), 0)
+        others = tl.load(counts_ptr + other) * LENGTH + (LENGTH - 1 - other)
+        rank += tl.sum((others[:, None] > key[None, :]).to(tl.int32), 0)
     return rank
 
 
@@ -162,6 +166,22 @@ def _store_partners(f, size, partners_ptr):
 
 
 @triton.jit
+def _estimated_words(f, counts, numel, is_pairs):
+    """1 to 2 % more words, in units, than symbols that occur so often take by frequencies `f`.
+
+    What the symbols are worth, the header of each block in full although the states there hold something, and
+    as much as the codes of escapes may take.
+    """
+    is_coded = f > 0
+    bits = _SCALE_BITS - tl.log2(tl.maximum(f, 1).to(tl.float32))
+    words = tl.sum(tl.where(is_coded, counts.to(tl.float32) * bits, 0.0)) / 16
+    escaped = tl.where(is_pairs, numel // 2, numel) - tl.sum(tl.where(is_coded, counts, 0))
+    headers = (numel + _BLOCK - 1) // _BLOCK * _HEADER_WORDS
+    words += (headers + escaped * tl.where(is_pairs, 5, 3)).to(tl.float32)
+    return (words / _WORDS_UNIT).to(tl.int32) + 3
+
+
+@triton.jit
 def table_kernel(
     base_ptr, columns_ptr, counters_ptr, elsewhere_ptr, divisions_ptr,
     tables_ptr, places_ptr, counts_ptr, facts_ptr,
@@ -222,6 +242,7 @@ def table_kernel(
     tl.store(tables_ptr + _ADDENDS, tl.max((division >> (_ADDEND + 32)).to(tl.int32) & 1))
     tl.store(tables_ptr + _FILLER, tl.load(palette_ptr + tl.where(is_pairs, best & 15, best)))
     tl.store(tables_ptr + _BEST, best)
+    tl.store(tables_ptr + _WORDS, _estimated_words(f, occurring, numel, is_pairs))
 
 
 @triton.jit

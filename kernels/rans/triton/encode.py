@@ -8,9 +8,10 @@ READ THIS FIRST. Only the way is another. Tensors of a *batch* share all launche
 3. A warp codes a block, a lane a thread, backwards: words grow downwards from the end of a *region* of
    scratch, which has room for the most that a block can take. Of escapes only *notes* are made, one a lane
    and run. The plane of bf16 is written in passing.
-4. The host gets the tables while blocks are coded, then the numbers of words, and allocates these. Meanwhile
-   the GPU writes planes of other formats, and counts the next batch. A last kernel brings the words of all
-   blocks to their places, back to back, and writes out the escapes.
+4. The host gets the tables while blocks are coded, and with them an estimate of all words, for which it
+   allocates memory. A last kernel brings the words of all blocks to their places, back to back, and writes
+   out the escapes. Then the host learns how many words there are. If they are more than estimated, they are
+   brought to more memory. Meanwhile the GPU counts the next batch.
 
 What is launched before the host knows the tables is for tensors that are coded in pairs, without addends, and
 use all bits of a short mantissa. Nearly all do. The others are done again as they are.
@@ -26,19 +27,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
+from neuzip.kernels.device.memory_part import MemoryPart
 from neuzip.kernels.device.properties import multiprocessors
-from neuzip.kernels.float_fields import FloatFormat, plane_bytes
+from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.triton import census
-from neuzip.kernels.rans.triton.batch import INTEGERS, Batch, Planes, empty_planes
+from neuzip.kernels.rans.triton.batch import (
+    INTEGERS,
+    PLANE_WIDTHS,
+    Batch,
+    CensusShares,
+    PlaneLayout,
+    Planes,
+    cut,
+    sizes_of,
+)
 from neuzip.kernels.rans.triton.encode_blocks import SCRATCH, BlockCoder, fill_tails, scratch_bytes
 from neuzip.kernels.rans.triton.encode_planes import write_planes, writes_planes
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables, HostTables, make_tables
-from neuzip.kernels.rans.triton.lists import ENTRIES, MOST, Ints
+from neuzip.kernels.rans.triton.lists import MOST, Ints
 from neuzip.kernels.tuning import launch_for
 
 __all__ = ["SCRATCH", "GpuEncoded", "Recoder", "encode", "encode_all"]
@@ -56,16 +68,24 @@ class GpuEncoded:
 
     `index` and `words` are int16 with the bits of uint16: the number of words of every block, and the blocks
     back to back. `planes` are uint8, by width; their memory goes on, with zeros, to a multiple of 32 bytes.
-    The memory of `words` goes on by what was asked for to spare. Tensors that were coded together share the
-    memory of `index` and `coding`, the table on the device.
+    Tensors that were coded together share memory: it becomes free when none of them is used any more, and
+    the part for words is 1 to 2 % larger than these. If words are to spare, those of each tensor have memory
+    of their own, which goes on by as many. `tables` are of all that were coded together, on the device;
+    `row` says which is this one's.
     """
 
     kept_bits: int
     table: Table
-    coding: EncoderTables
+    tables: EncoderTables
+    row: int
     index: torch.Tensor
     words: torch.Tensor
     planes: Planes
+
+    @property
+    def coding(self) -> EncoderTables:
+        """The table on the device."""
+        return self.tables.row(self.row)
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,7 @@ class _Options:
     fmt: FloatFormat
     warps: int
     threads: int
-    programs: int
+    shares: CensusShares
     scratch: int
     spare: int
 
@@ -118,38 +138,42 @@ def encode_all(
     """
     if not tensors:
         return []
-    checked = [_checked(bits, fmt) for bits in tensors]
-    device = checked[0].device
-    if any(bits.device != device for bits in checked):
+    device = tensors[0].device
+    if any(bits.device != device for bits in tensors):
         raise ValueError("the tensors are on several devices")
     config = launch_for("rans.encode", device)
     if scratch is None:
-        sizes = [bits.nbytes for bits in checked]
+        sizes = [bits.nbytes for bits in tensors]
         scratch = max(SCRATCH, max(sizes) * 4 // 5, sum(sizes) // SHARE)
+    threads = threads or config["census_threads"]
+    programs = programs or config["census_programs"] * multiprocessors(device)
     options = _Options(
-        fmt, warps or config["num_warps"], threads or config["census_threads"],
-        programs or config["census_programs"] * multiprocessors(device), scratch, spare,
-    )  # fmt: skip
+        fmt, warps or config["num_warps"], threads, census.shares(fmt, threads, programs), scratch, spare
+    )
     results: list[GpuEncoded] = []
     before: _BatchEncoder | None = None
-    for together in _batches(checked, options):
+    for together in _batches(tensors, options):
         batch = _BatchEncoder(together, options)
         if before is not None:  # the GPU counts the next batch while the host learns of this one
             before.finish()
         batch.code()
         if before is not None:
+            before.describe()
             results += before.results()
+        batch.gather()
         before = batch
     assert before is not None
+    before.describe()  # while the GPU codes
     before.finish()
     return results + before.results()
 
 
 def _batches(tensors: Sequence[torch.Tensor], options: _Options) -> Iterator[list[torch.Tensor]]:
-    """Tensors in their order, as many together as have scratch for it."""
+    """Tensors in their order, checked, as many together as have scratch for it."""
     together: list[torch.Tensor] = []
     left, each = options.scratch, scratch_bytes(_usual_group(options.fmt))
-    for bits in tensors:
+    for tensor in tensors:
+        bits = _checked(tensor, options.fmt)
         needed = -(-bits.numel() // BLOCK) * each
         if together and (needed > left or len(together) == MOST):
             yield together
@@ -167,114 +191,138 @@ def _usual_group(fmt: FloatFormat) -> int:
 class _BatchEncoder:
     """Tensors that are coded together. When this is made, they are counted, and their tables made.
 
-    `code` launches all that needs no table on the host, `finish` the rest.
+    `code` launches what needs no table on the host, `gather` what needs no numbers of words, and `finish` the
+    rest. `describe` makes what results need beside words.
     """
 
     def __init__(self, bits: Sequence[torch.Tensor], options: _Options) -> None:
-        self._options, fmt, device = options, options.fmt, bits[0].device
+        self._options, fmt = options, options.fmt
         self._assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
-        self._planes: list[Planes] = [{}] * len(bits)
-        if self._assumed is not None:
-            self._planes = [empty_planes(one.numel(), self._assumed, device) for one in bits]
-        self._batch = Batch(bits, fmt, options.warps, self._planes)
-        self._tables = make_tables(self._batch, *census.count(self._batch, options.threads, options.programs))
+        sizes = sizes_of(tuple([one.numel() for one in bits]), options.warps, self._assumed, options.shares)
+        self._batch = batch = Batch(bits, fmt, options.warps, sizes)
+        counters, elsewhere, self._ends = census.count(batch, options.threads)
+        self._tables = make_tables(batch, counters, elsewhere)
         self._tables_there = _Answer(self._tables.tables)
-        self._totals = torch.empty(ENTRIES, dtype=torch.int64, device=device)
         self._group = _usual_group(fmt)
-        self._blocks: BlockCoder | None = None
-        self._words: list[torch.Tensor | None] = [None] * len(bits)
+        self._words: dict[int, tuple[torch.Tensor, int, int]] = {}
+        self._other_planes: dict[int, Planes] = {}
 
     def code(self) -> None:
         """Launch the coding of all tensors."""
         batch, fmt = self._batch, self._options.fmt
         fill_tails(batch, self._tables.tables)
         self._index = torch.empty(batch.sizes.shares.blocks, dtype=torch.int16, device=batch.device)
-        self._blocks = self._code(None, self._group, addends=False)
-        self._totals_there = _Answer(self._totals)
+        self._blocks: BlockCoder | None = self._code(None, self._group, False, self._ends)
+        self._lengths_there = _Answer(self._blocks.lengths)
         if self._assumed is not None and not writes_planes(fmt):
-            write_planes(batch, self._planes, self._assumed)
+            everyone = np.ones(len(batch.bits), bool)
+            write_planes(batch, batch.planes, batch.columns, everyone, self._assumed)
+
+    def gather(self) -> None:
+        """Launch the gathering of words, to as much memory as they are likely to need. Waits for tables."""
+        self._host = host = HostTables(self._tables_there.wait())
+        self._other_rows: dict[tuple[int, bool], list[int]] = {}
+        for row, kind in enumerate(zip(host.groups, host.addends, strict=True)):
+            self._other_rows.setdefault(kind, []).append(row)
+        self._usual_rows = self._other_rows.pop((self._group, False), [])
+        assert self._blocks is not None
+        self._slab: torch.Tensor | None = None
+        if self._usual_rows and len(self._blocks.spans) == 1:
+            self._slab = self._empty_words(sum([host.rooms[row] for row in self._usual_rows]))
+            self._blocks.gather(0, self._slab)
+
+    def describe(self) -> None:
+        """Tables, indexes and planes of all tensors. Waits for nothing."""
+        batch = self._batch
+        self._host_tables = self._host.tables()
+        self._indexes = self._index.split(batch.sizes.blocks.tolist())
+        layout = batch.sizes.layout
+        self._planes = [{}] * len(batch.bits) if layout is None else layout.planes(batch.planes)
 
     def finish(self) -> None:
         """Launch the rest. Waits for the device."""
-        self._host = host = HostTables(self._tables_there.wait())
-        codings: dict[tuple[int, bool], list[int]] = {}
-        mantissas: dict[int, list[int]] = {}
-        for row, (group, addends, kept_bits) in enumerate(
-            zip(host.groups, host.addends, host.kept_bits, strict=True)
-        ):
-            codings.setdefault((group, addends), []).append(row)
-            mantissas.setdefault(kept_bits, []).append(row)
         blocks, self._blocks = self._blocks, None
         assert blocks is not None
-        totals = self._totals_there.wait()
-        if rows := codings.pop((self._group, False), None):
-            self._gather(blocks, rows, totals)
+        lengths = self._lengths_there.wait()
+        if self._usual_rows:
+            self._take_words(blocks, self._usual_rows, lengths, self._slab)
         del blocks  # its scratch is there for the next
-        for (group, addends), rows in codings.items():
+        for (group, addends), rows in self._other_rows.items():
             others = self._code(rows, group, addends)
-            self._gather(others, rows, self._totals.cpu().numpy())
-        for kept_bits, rows in mantissas.items():
-            if kept_bits != self._assumed:
-                self._write_planes(rows, kept_bits)
+            self._take_words(others, rows, others.lengths.cpu().numpy())
+        for kept_bits in {*self._host.kept_bits} - {self._assumed}:
+            self._write_planes(kept_bits)
 
     def results(self) -> list[GpuEncoded]:
         """The coded tensors, of which kernels may still be writing."""
-        sizes, host = self._batch.sizes, self._host
-        indexes = self._index.split(sizes.blocks.tolist())
+        columns = self._host.kept_bits, self._host_tables, self._indexes, self._planes
         results = []
-        for row, (numel, coding, index, words) in enumerate(
-            zip(sizes.numels.tolist(), self._tables.rows(), indexes, self._words, strict=True)
-        ):
-            assert words is not None
-            planes = {w: _cut(plane, plane_bytes(w, numel)) for w, plane in self._planes[row].items()}
-            results.append(GpuEncoded(host.kept_bits[row], host.table(row), coding, index, words, planes))
+        for row, (kept_bits, table, index, planes) in enumerate(zip(*columns, strict=True)):
+            words = self._with_room(cut(*self._words[row]))
+            planes = self._other_planes.get(row, planes)
+            results.append(GpuEncoded(kept_bits, table, self._tables, row, index, words, planes))
         return results
 
-    def _code(self, rows: Sequence[int] | None, group: int, addends: bool) -> BlockCoder:
+    def _code(
+        self, rows: Sequence[int] | None, group: int, addends: bool, ends: MemoryPart | None = None
+    ) -> BlockCoder:
         """Code the first span of some tensors, or of all."""
         blocks = BlockCoder(
-            self._batch, self._tables, self._index, rows, group, addends, self._options.scratch, self._totals
+            self._batch, self._tables, self._index, rows, group, addends, self._options.scratch, ends
         )
         blocks.code(0)
         return blocks
 
-    def _gather(self, blocks: BlockCoder, rows: Sequence[int], totals: Ints) -> None:
-        """Gather the words of some tensors. Waits for the device where there are several spans."""
+    def _take_words(
+        self, blocks: BlockCoder, rows: Sequence[int], lengths: Ints, slab: torch.Tensor | None = None
+    ) -> None:
+        """Take the words of some tensors from where they were gathered, if there was room, or gather them.
+
+        Waits for the device where there are several spans.
+        """
         if len(blocks.spans) > 1:
-            self._words[rows[0]] = self._words_of_spans(blocks)
+            words = self._words_of_spans(blocks)
+            self._words[rows[0]] = words, 0, words.numel()
             return
-        chosen: list[torch.Tensor | None] = [None] * len(self._words)
+        (begins, places), last = lengths.tolist(), rows[-1]
+        needed = places[last] + begins[last + 1] - begins[last]
+        if slab is None or slab.numel() < needed:
+            slab = self._empty_words(needed)
+            blocks.gather(0, slab)
         for row in rows:
-            chosen[row] = self._words[row] = self._empty_words(int(totals[row + 1] - totals[row]))
-        blocks.gather(0, chosen)
+            self._words[row] = slab, places[row], begins[row + 1] - begins[row]
 
     def _words_of_spans(self, blocks: BlockCoder) -> torch.Tensor:
         """The words of the only tensor, whose first span has been coded."""
         parts, first = [], 0
         for at in blocks.spans:
             end = blocks.spans.step if at == 0 else blocks.code(at)
-            last = int(blocks.ends[end])
-            parts.append(torch.empty(last - first, dtype=torch.int16, device=blocks.ends.device))
-            blocks.gather(at, [parts[-1]], first)
+            last = int(blocks.ends.tensor()[end])
+            parts.append(self._empty_words(last - first))
+            blocks.gather(at, parts[-1], first)
             first = last
-        return torch.cat(parts, out=self._empty_words(first))
+        return torch.cat(parts)
 
     def _empty_words(self, length: int) -> torch.Tensor:
-        spare = self._options.spare
-        capacity = length + (length // spare if spare else 0)
-        return _cut(torch.empty(capacity, dtype=torch.int16, device=self._batch.device), length)
+        return torch.empty(length, dtype=torch.int16, device=self._batch.device)
 
-    def _write_planes(self, rows: Sequence[int], mantissa_bits: int) -> None:
-        written: list[Planes | None] = [None] * len(self._planes)
-        for row in rows:
-            numel = self._batch.bits[row].numel()
-            written[row] = self._planes[row] = empty_planes(numel, mantissa_bits, self._batch.device)
-        write_planes(self._batch, written, mantissa_bits)
+    def _with_room(self, words: torch.Tensor) -> torch.Tensor:
+        """Words, or a copy with memory for what is to be spared."""
+        if not self._options.spare:
+            return words
+        length = words.numel()
+        return self._empty_words(length + length // self._options.spare)[:length].copy_(words)
 
-
-def _cut(array: torch.Tensor, length: int) -> torch.Tensor:
-    """The beginning of an array, or all of it."""
-    return array if array.numel() == length else array[:length]
+    def _write_planes(self, kept_bits: int) -> None:
+        """Write the planes of tensors that keep other mantissa bits than was assumed."""
+        batch, numels = self._batch, self._batch.sizes.numels
+        chosen = np.array(self._host.kept_bits) == kept_bits
+        layout = PlaneLayout.of(np.where(chosen, numels, 0).tolist(), kept_bits)
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=batch.device)
+        write_planes(batch, memory, batch.columns_with(layout.places), chosen, kept_bits)
+        for row, planes in enumerate(layout.planes(memory)):
+            if chosen[row]:
+                self._other_planes[row] = planes
 
 
 class _Answer:
@@ -325,7 +373,10 @@ class Recoder:
         self._fmt, self._numel = fmt, numel
         self._scratch = max(SCRATCH, numel * fmt.bits // 8 * 4 // 5) if scratch is None else scratch
         self._index, self._room = encoded.index, _whole_memory(encoded.words)
-        self._planes = {width: _whole_memory(plane) for width, plane in encoded.planes.items()}
+        self._planes = next(iter(encoded.planes.values()))
+        self._places = np.zeros((len(PLANE_WIDTHS), 1), np.int64)
+        for width, plane in encoded.planes.items():
+            self._places[PLANE_WIDTHS.index(width)] = plane.data_ptr() - self._planes.data_ptr()
 
     @property
     def nbytes(self) -> int:
@@ -340,18 +391,16 @@ class Recoder:
         bits = _checked(bits, self._fmt)
         if bits.numel() != self._numel:
             raise ValueError(f"{bits.numel()} weights in place of {self._numel}")
-        batch = Batch([bits], self._fmt, self._warps, [self._planes])
+        sizes = sizes_of((self._numel,), self._warps, None)
+        batch = Batch([bits], self._fmt, self._warps, sizes, self._planes, self._places)
         fill_tails(batch, self.coding.tables)
-        totals = torch.empty(ENTRIES, dtype=torch.int64, device=bits.device)
-        blocks = BlockCoder(
-            batch, self.coding, self._index, None, self._group, self._addends, self._scratch, totals
-        )
+        blocks = BlockCoder(batch, self.coding, self._index, None, self._group, self._addends, self._scratch)
         if not writes_planes(self._fmt):
-            write_planes(batch, [self._planes], self._fmt.mantissa_bits)
+            write_planes(batch, batch.planes, batch.columns, np.ones(1, bool), self._fmt.mantissa_bits)
         for at in blocks.spans:
             blocks.code(at)
-            blocks.gather(at, [self._room])
-        words = int(blocks.ends[-1])
+            blocks.gather(at, self._room)
+        words = int(blocks.ends.tensor()[-1])
         return self._room[:words] if words <= self._room.numel() else None
 
 
@@ -368,4 +417,5 @@ def _checked(bits: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
         raise ValueError(f"{fmt.name} takes integers of {fmt.bits} bits, not {bits.dtype}")
     if bits.data_ptr() % 16:
         bits = bits.clone()
-    return bits.view(INTEGERS[fmt.bits])
+    dtype = INTEGERS[fmt.bits]
+    return bits if bits.dtype == dtype else bits.view(dtype)

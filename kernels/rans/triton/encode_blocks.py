@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import is_compiled, launch
+from neuzip.kernels.device.memory_part import MemoryPart, allocate
 from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RUN, RUNS
 from neuzip.kernels.rans.triton.batch import (
     ELEMENTS,
     FIRSTS,
     Batch,
     BlockShares,
-    array_of,
     numel_of,
     weights_of,
     whole_of,
@@ -27,7 +27,7 @@ from neuzip.kernels.rans.triton.device_table import FILLER, ROW, TABLE
 from neuzip.kernels.rans.triton.encode_kernel import code_kernel
 from neuzip.kernels.rans.triton.encode_planes import writes_planes
 from neuzip.kernels.rans.triton.encoder_table import EncoderTables
-from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of, starts_of
+from neuzip.kernels.rans.triton.lists import ENTRIES, on_device, row_of
 from neuzip.kernels.tuning import launch_for
 
 SCRATCH = 64 << 20
@@ -35,6 +35,9 @@ SCRATCH = 64 << 20
 
 NOTES = LANES * RUNS
 """The most notes of a block: one a lane and run."""
+
+ALIGNED_WORDS = 8
+"""Words of a tensor begin at multiples of it: of 16 bytes."""
 
 _TILE = 2048
 """Weights of a program that copies tails."""
@@ -61,7 +64,7 @@ def fill_tails(batch: Batch, tables: torch.Tensor) -> None:
             _tails_kernel, (len(batch.bits), triton.cdiv(whole_runs(length), _TILE)),
             batch.base, batch.columns, tables, batch.tails,
             MANTISSA=batch.fmt.mantissa_bits, ELEMENT=ELEMENTS[batch.fmt.bits], BLOCK=BLOCK,
-            RUN_WEIGHTS=LANES * RUN, STRIDE=batch.tails.shape[1], TABLE=TABLE, FILLER=FILLER, TILE=_TILE,
+            RUN_WEIGHTS=LANES * RUN, STRIDE=batch.tail_stride, TABLE=TABLE, FILLER=FILLER, TILE=_TILE,
             ENTRIES=ENTRIES, device=batch.device,
         )  # fmt: skip
 
@@ -73,39 +76,40 @@ class BlockCoder:
     `rows` are the tensors whose tables have this `group`, and symbols with addends only if `addends`, or None
     for all; what is coded of others is nothing. Blocks of several tensors are one span; those of one are cut
     where `scratch` bytes do not suffice for it. The words that blocks have are written to `index`, that of
-    the batch. `totals`, int64 [ENTRIES], says where the words of each tensor begin among all, and where those
-    of the last one end, once the last span has been coded.
+    the batch. `ends`, int64, are zeros for all blocks of the batch and one more. `lengths`, int64 [2,
+    ENTRIES], says where the words of each tensor begin among all, and where those of the last one end, once
+    the last span has been coded; and at which word each is put, a multiple of 16 bytes.
     """
 
     def __init__(
         self, batch: Batch, tables: EncoderTables, index: torch.Tensor, rows: Sequence[int] | None,
-        group: int, addends: bool, scratch: int, totals: torch.Tensor
+        group: int, addends: bool, scratch: int, ends: MemoryPart | None = None
     ) -> None:  # fmt: skip
-        self._batch, self._tables, self._index, self._totals = batch, tables, index, totals
+        self._batch, self._tables, self._index = batch, tables, index
         self._group, self._addends = group, addends
-        self._tails = batch.tails.view(torch.int64)
         self._region, device, warps = region_words(group), batch.device, batch.warps
         self._shares = batch.sizes.shares
         if rows is None:
-            self._starts = batch.columns[FIRSTS:]
+            self._starts = batch.columns.rows(FIRSTS, FIRSTS + 3, ENTRIES)
         else:
             is_chosen = np.isin(np.arange(len(batch.bits)), rows)
             chosen = [np.where(is_chosen, share, 0) for share in (batch.sizes.blocks, batch.sizes.whole)]
             self._shares = BlockShares.of(chosen[0], chosen[1], warps)
-            self._starts = on_device(self._shares.starts, device)
-        blocks = self._shares.blocks
-        self._span = blocks
+            self._starts = MemoryPart(on_device(self._shares.starts, device), torch.int64, 0, 3 * ENTRIES)
+        self._span = blocks = self._shares.blocks
         if len(batch.bits if rows is None else rows) == 1:
             # The tail is no longer than a program, and begins where one would: it is never cut.
             together = max(scratch // scratch_bytes(group) // warps, 1) * warps
             spans = math.ceil(blocks / together)
             self._span = min(math.ceil(blocks / spans / warps) * warps, blocks)
         self.spans = range(0, blocks, self._span)
-        self._regions = torch.empty(self._span * self._region, dtype=torch.int16, device=device)
-        self._notes = torch.empty(self._span * NOTES, dtype=torch.int32, device=device)
-        self._counts = torch.empty(2, self._span, dtype=torch.int32, device=device)
+        self._regions, self._notes, self._counts = allocate(
+            device, (torch.int16, self._span * self._region), (torch.int32, self._span * NOTES),
+            (torch.int32, self._span * 2),
+        )  # fmt: skip
         # Of tensors that others code, all blocks end where they begin.
-        self.ends = torch.zeros(blocks + 1, dtype=torch.int64, device=device)
+        self.ends = ends or allocate(device, (torch.int64, blocks + 1), zero=True)[0]
+        self.lengths = torch.empty(2, ENTRIES, dtype=torch.int64, device=device)
 
     def code(self, at: int) -> int:
         """Code the span that begins with block `at`; the block with which the next one begins."""
@@ -121,8 +125,8 @@ class BlockCoder:
                 self._launch(first, last, at, bool(is_ragged))
         launch(
             _ends_kernel, (1,),
-            self.ends, self._starts, self._totals, at, end,
-            TILE=_ENDS_TILE, ENTRIES=ENTRIES, num_warps=16, device=self._batch.device,
+            self.ends, self._starts, self.lengths, at, end,
+            TILE=_ENDS_TILE, ENTRIES=ENTRIES, ALIGNED=ALIGNED_WORDS, num_warps=16, device=self._batch.device,
         )  # fmt: skip
         return end
 
@@ -133,40 +137,31 @@ class BlockCoder:
         registers = {"maxnreg": own["registers"]} if is_compiled(code_kernel) else {}
         launch(
             code_kernel, (last - first,),
-            batch.base, batch.columns, self._starts, self._tails, tables.tables, tables.facts, tables.symbols,
-            self._regions, self._notes, self._counts, self.ends, self._index,
-            first_program=first, first_region=first_region, span=self._span,
+            batch.base, batch.planes, batch.columns, self._starts, batch.tails.of(torch.int64),
+            tables.tables, tables.facts, tables.symbols, self._regions, self._notes, self._counts, self.ends,
+            self._index, first, first_region, self._span,
             BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits,
             GROUP=self._group, RAGGED=ragged, ADDENDS=self._addends, PLANE=writes_planes(fmt), WARPS=warps,
             REGION=self._region, NOTES=NOTES, LANES=LANES, RUN=RUN, RUNS=RUNS, LOWER=LOWER,
-            HEADER=HEADER_WORDS, ROW=ROW, CODING=tables.facts.shape[1], KEYS=tables.symbols.shape[1],
-            STRIDE=batch.tails.shape[1], ENTRIES=ENTRIES, num_warps=warps, **registers, device=batch.device,
+            HEADER=HEADER_WORDS, ROW=ROW, CODING=tables.coding, KEYS=tables.keys,
+            STRIDE=batch.tail_stride, ENTRIES=ENTRIES, num_warps=warps, **registers, device=batch.device,
         )  # fmt: skip
 
-    def gather(self, at: int, words: Sequence[torch.Tensor | None], first_word: int = 0) -> None:
-        """Bring the span coded last to the words of each tensor that has some, as far as there is room.
+    def gather(self, at: int, words: torch.Tensor, first_word: int = 0) -> None:
+        """Bring the span coded last to where `lengths` puts it in `words`, as far as there is room.
 
-        They begin with word `first_word` of all.
+        Words of the only tensor of several spans begin there with word `first_word` of all.
         """
         batch = self._batch
-        columns = np.zeros((3, ENTRIES), np.int64)
-        columns[0] = self._shares.starts[0]
-        if any(own is None for own in words):
-            has_words = np.array([own is not None for own in words])
-            columns[0] = starts_of(np.where(has_words, np.diff(columns[0, : len(words) + 1]), 0))
-        columns[1, : len(words)] = batch.places(words)
-        columns[2, : len(words)] = [0 if own is None else own.numel() for own in words]
-        programs = min(self._span, int(columns[0, -1]) - at)
-        if programs > 0:
-            launch(
-                _gather_kernel, (programs,),
-                batch.base, batch.columns, self._starts, on_device(columns, batch.device),
-                self._regions, self._notes, self._counts, self.ends,
-                first_block=at, first_word=first_word, span=self._span,
-                EXPONENT=batch.fmt.exponent_bits, MANTISSA=batch.fmt.mantissa_bits,
-                ELEMENT=ELEMENTS[batch.fmt.bits], BLOCK=BLOCK, REGION=self._region, NOTES=NOTES, RUN=RUN,
-                TILE=1024, ENTRIES=ENTRIES, num_warps=2, device=batch.device,
-            )  # fmt: skip
+        launch(
+            _gather_kernel, (min(self._span, self._shares.blocks - at),),
+            batch.base, batch.columns, self._starts, self.lengths, words,
+            self._regions, self._notes, self._counts, self.ends,
+            at, first_word, self._span, words.numel(),
+            EXPONENT=batch.fmt.exponent_bits, MANTISSA=batch.fmt.mantissa_bits,
+            ELEMENT=ELEMENTS[batch.fmt.bits], BLOCK=BLOCK, REGION=self._region, NOTES=NOTES, RUN=RUN,
+            TILE=1024, ENTRIES=ENTRIES, num_warps=2, device=batch.device,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -191,7 +186,8 @@ def _tails_kernel(
 
 @triton.jit(do_not_specialize=["at", "end"])
 def _ends_kernel(
-    ends_ptr, firsts_ptr, totals_ptr, at, end, TILE: tl.constexpr, ENTRIES: tl.constexpr
+    ends_ptr, firsts_ptr, lengths_ptr, at, end,
+    TILE: tl.constexpr, ENTRIES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Add up what blocks `at` to `end` - 1 have, to where each ends; and say where each tensor begins."""
     carry = tl.load(ends_ptr + at)
@@ -204,29 +200,36 @@ def _ends_kernel(
         carry += tl.sum(words)
     tl.debug_barrier()
     offs_e = tl.arange(0, ENTRIES)
-    begin = tl.load(firsts_ptr + offs_e)
-    tl.store(totals_ptr + offs_e, tl.load(ends_ptr + begin, mask=begin <= end, other=0))
+    first = tl.load(firsts_ptr + offs_e)
+    last = tl.load(firsts_ptr + offs_e + 1, mask=offs_e < ENTRIES - 1, other=0)
+    begin = tl.load(ends_ptr + first, mask=first <= end, other=0)
+    words = tl.load(ends_ptr + last, mask=(first < last) & (last <= end), other=0)
+    words = tl.where(words > 0, (words - begin + ALIGNED - 1) // ALIGNED * ALIGNED, 0)
+    tl.store(lengths_ptr + offs_e, begin)
+    tl.store(lengths_ptr + ENTRIES + offs_e, tl.cumsum(words, 0) - words)
 
 
-@triton.jit(do_not_specialize=["first_block", "first_word", "span"])
+@triton.jit(do_not_specialize=["first_block", "first_word", "span", "room"])
 def _gather_kernel(
-    base_ptr, columns_ptr, firsts_ptr, words_columns_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr,
-    first_block, first_word, span,
+    base_ptr, columns_ptr, firsts_ptr, lengths_ptr, words_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr,
+    first_block, first_word, span, room,
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
     REGION: tl.constexpr, NOTES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Put a block's words in their place, and its escapes behind them, as far as there is room."""
-    row = row_of(words_columns_ptr, first_block + tl.program_id(0), ENTRIES)
-    block = first_block + tl.program_id(0) - tl.load(words_columns_ptr + row)
-    first = tl.load(firsts_ptr + row)
-    region = first + block - first_block
+    number = first_block + tl.program_id(0).to(tl.int64)
+    start, end = tl.load(ends_ptr + number), tl.load(ends_ptr + number + 1)
+    if end == start:  # coded by others
+        return
+    row = row_of(firsts_ptr, number, ENTRIES)
+    block = number - tl.load(firsts_ptr + row)
+    region = number - first_block
     coded = tl.load(counts_ptr + region)
     n_notes = tl.load(counts_ptr + span + region)
-    start = tl.load(ends_ptr + first + block) - tl.load(ends_ptr + first) - first_word
-    capacity = tl.load(words_columns_ptr + 2 * ENTRIES + row)
+    start += tl.load(lengths_ptr + ENTRIES + row) - tl.load(lengths_ptr + row) - first_word
     # A block has less than 2^16 words.
-    left = tl.maximum(tl.minimum(capacity - start, 1 << 16), 0).to(tl.int32)
-    words_ptr = array_of(base_ptr, words_columns_ptr + ENTRIES, row, tl.int16) + start
+    left = tl.maximum(tl.minimum(room - start, 1 << 16), 0).to(tl.int32)
+    words_ptr += start
     region_ptr = regions_ptr + (region + 1) * REGION - coded
     for at in range(0, coded, TILE):
         offs = at + tl.arange(0, TILE)

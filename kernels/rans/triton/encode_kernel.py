@@ -208,7 +208,7 @@ def _code_run(
 
 @triton.jit(do_not_specialize=["first_program", "first_region", "span"])
 def code_kernel(
-    base_ptr, columns_ptr, firsts_ptr, tails_ptr, tables_ptr, coding_ptr, symbols_ptr,
+    base_ptr, planes_ptr, columns_ptr, firsts_ptr, tails_ptr, tables_ptr, coding_ptr, symbols_ptr,
     regions_ptr, notes_ptr, counts_ptr, ends_ptr, index_ptr, first_program, first_region, span,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
     RAGGED: tl.constexpr, ADDENDS: tl.constexpr, PLANE: tl.constexpr, WARPS: tl.constexpr,
@@ -247,7 +247,7 @@ def code_kernel(
             words_ptr += block * (LANES * RUN * RUNS * BITS // 64)
         plane_ptr = words_ptr
         if PLANE:
-            plane_ptr = array_of(base_ptr, columns_ptr + PLANE_AT * ENTRIES, row, tl.int64)
+            plane_ptr = array_of(planes_ptr, columns_ptr + PLANE_AT * ENTRIES, row, tl.int64)
             plane_ptr += block * (LANES * RUNS)
         region = tl.load(firsts_ptr + row) + block
         index = tl.load(columns_ptr + INDEX_AT * ENTRIES + row) + block

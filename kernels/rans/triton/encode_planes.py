@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+import numpy.typing as npt
+import torch
 import triton
 import triton.language as tl
 
 from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.memory_part import MemoryPart
 from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN
 from neuzip.kernels.rans.triton.batch import (
     ELEMENTS,
     PLANES_AT,
     Batch,
-    Planes,
     array_of,
     numel_of,
     weights_of,
@@ -33,26 +33,31 @@ def writes_planes(fmt: FloatFormat) -> bool:
     return (fmt.bits, fmt.mantissa_bits) == (16, 7)
 
 
-def write_planes(batch: Batch, planes: Sequence[Planes | None], mantissa_bits: int) -> None:
-    """Write the planes of those tensors of a batch that have some, of so many mantissa bits.
+def write_planes(
+    batch: Batch,
+    memory: torch.Tensor,
+    columns: torch.Tensor | MemoryPart,
+    chosen: npt.NDArray[np.bool_],
+    mantissa_bits: int,
+) -> None:
+    """Write the planes of the chosen tensors of a batch to a memory, where its columns say.
 
-    Its tails have to be filled.
+    They have so many mantissa bits. Its tails have to be filled.
     """
     sizes = batch.sizes
-    has_planes = np.array([own is not None for own in planes])
     whole = sizes.whole * (BLOCK // RUN)
     tails = whole_runs(sizes.numels - sizes.whole * BLOCK) // RUN
-    starts = [starts_of(np.where(has_planes, -(-runs // _TILE), 0)) for runs in (whole, tails)]
-    columns, starts_there = batch.columns_with(planes), on_device(np.stack(starts), batch.device)
+    starts = [starts_of(np.where(chosen, -(-runs // _TILE), 0)) for runs in (whole, tails)]
+    starts_there = on_device(np.stack(starts), batch.device)
     for is_tail, programs in enumerate(int(own[-1]) for own in starts):
         if not programs:
             continue
         fmt = batch.fmt
         launch(
             _planes_kernel, (programs,),
-            batch.base, columns, starts_there, batch.tails,
+            batch.base, memory, columns, starts_there, batch.tails,
             BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=mantissa_bits, IS_TAIL=bool(is_tail),
-            STRIDE=batch.tails.shape[1], ELEMENT=ELEMENTS[fmt.bits], BLOCK=BLOCK, LANES=LANES, RUN=RUN,
+            STRIDE=batch.tail_stride, ELEMENT=ELEMENTS[fmt.bits], BLOCK=BLOCK, LANES=LANES, RUN=RUN,
             TILE=_TILE, ENTRIES=ENTRIES, num_warps=4, device=batch.device,
         )  # fmt: skip
 
@@ -77,14 +82,14 @@ def _packed(part, offs_in_run, WIDTH: tl.constexpr):
 
 @triton.jit
 def _planes_kernel(
-    base_ptr, columns_ptr, starts_ptr, tails_ptr,
+    base_ptr, planes_ptr, columns_ptr, starts_ptr, tails_ptr,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, KEPT: tl.constexpr, IS_TAIL: tl.constexpr,
     STRIDE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
     RUN: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Write the fields of a tile of a tensor's whole programs, or of its tail."""
     WIDTH: tl.constexpr = 1 + KEPT
-    planes_ptr = columns_ptr + _PLANES_AT * ENTRIES
+    places_ptr = columns_ptr + _PLANES_AT * ENTRIES
     if IS_TAIL:
         starts_ptr += ENTRIES
     row = row_of(starts_ptr, tl.program_id(0), ENTRIES)
@@ -111,26 +116,28 @@ def _planes_kernel(
     mantissa = (v >> (MANTISSA - KEPT)) & ((1 << KEPT) - 1)
     if WIDTH & 32:
         part = _plane_part(mantissa, sign, 32, KEPT).to(tl.int32)
-        tl.store(array_of(base_ptr, planes_ptr, row, tl.int32) + out, part, mask=mask)
+        tl.store(array_of(planes_ptr, places_ptr, row, tl.int32) + out, part, mask=mask)
     if WIDTH & 16:
         part = _plane_part(mantissa, sign, 16, KEPT).to(tl.int16)
-        tl.store(array_of(base_ptr, planes_ptr + 1 * ENTRIES, row, tl.int16) + out, part, mask=mask)
+        tl.store(array_of(planes_ptr, places_ptr + 1 * ENTRIES, row, tl.int16) + out, part, mask=mask)
     if WIDTH & 8:
         part = _plane_part(mantissa, sign, 8, KEPT).to(tl.int8)
-        tl.store(array_of(base_ptr, planes_ptr + 2 * ENTRIES, row, tl.int8) + out, part, mask=mask)
+        tl.store(array_of(planes_ptr, places_ptr + 2 * ENTRIES, row, tl.int8) + out, part, mask=mask)
     # Narrow planes are written by the run: as many bytes at once as a field has bits there.
     if WIDTH & 4:
         part = _packed(_plane_part(mantissa, sign, 4, KEPT), offs_in_run, 4)
-        tl.store(array_of(base_ptr, planes_ptr + 3 * ENTRIES, row, tl.int32) + out_r, part, mask=mask_r)
+        tl.store(array_of(planes_ptr, places_ptr + 3 * ENTRIES, row, tl.int32) + out_r, part, mask=mask_r)
     if WIDTH & 2:
         part = _packed(_plane_part(mantissa, sign, 2, KEPT), offs_in_run, 2)
         tl.store(
-            array_of(base_ptr, planes_ptr + 4 * ENTRIES, row, tl.int16) + out_r,
+            array_of(planes_ptr, places_ptr + 4 * ENTRIES, row, tl.int16) + out_r,
             part.to(tl.int16),
             mask=mask_r,
         )
     if WIDTH & 1:
         part = _packed(_plane_part(mantissa, sign, 1, KEPT), offs_in_run, 1)
         tl.store(
-            array_of(base_ptr, planes_ptr + 5 * ENTRIES, row, tl.int8) + out_r, part.to(tl.int8), mask=mask_r
+            array_of(planes_ptr, places_ptr + 5 * ENTRIES, row, tl.int8) + out_r,
+            part.to(tl.int8),
+            mask=mask_r,
         )

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.memory_part import MemoryPart, allocate
 from neuzip.kernels.rans.model import Table
 from neuzip.kernels.rans.numbers import SCALE
 from neuzip.kernels.rans.triton import device_table
@@ -19,14 +20,18 @@ from neuzip.kernels.rans.triton.device_table import (
     ADDENDS,
     FREQUENCIES_AT,
     GROUP,
+    HEAD,
     KEPT,
     PALETTE_AT,
     SHIFT,
     SIZE,
     START,
     TABLE,
+    WORDS,
+    WORDS_UNIT,
 )
 from neuzip.kernels.rans.triton.lists import ENTRIES
+from neuzip.kernels.tuning import launch_for
 
 Ints = npt.NDArray[np.int64]
 
@@ -36,47 +41,59 @@ class EncoderTables:
     """The tables of some tensors on the device, a row for each.
 
     `tables`, int32, are explained in device_table.py. `facts`, int64, has those of the symbol of every key,
-    with its escapes; `symbols`, int16, the symbols. A key is an exponent, or a pair first | second << 8.
+    with its escapes, `coding` for a tensor; `symbols`, int16, the symbols, `keys` for a tensor. A key is an
+    exponent, or a pair first | second << 8.
     """
 
     tables: torch.Tensor
-    facts: torch.Tensor
-    symbols: torch.Tensor
+    facts: MemoryPart
+    symbols: MemoryPart
+    coding: int
+    keys: int
 
-    def rows(self) -> list[EncoderTables]:
-        """The table of each tensor by itself."""
-        parts = (array.split(1) for array in (self.tables, self.facts, self.symbols))
-        return [EncoderTables(*own) for own in zip(*parts, strict=True)]
+    def row(self, row: int) -> EncoderTables:
+        """The table of a tensor by itself."""
+        rows = row, row + 1
+        facts, symbols = self.facts.rows(*rows, self.coding), self.symbols.rows(*rows, self.keys)
+        return EncoderTables(self.tables[row : row + 1], facts, symbols, self.coding, self.keys)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device: 0.67 MB for each tensor, 35 KB if exponents have more than 8 bits."""
-        return sum(array.nbytes for array in (self.tables, self.facts, self.symbols))
+        """Bytes on the device, of all tensors that share the memory.
+
+        0.68 MB for each, and 52 KB if exponents have more than 8 bits.
+        """
+        return self.tables.nbytes + self.facts.memory.nbytes
 
 
 class HostTables:
     """What the host knows of the tables that a device made: `words`, int32 [tensors, TABLE].
 
     By tensor: `groups`, weights of a symbol; `kept_bits`, mantissa bits that any weight uses; `addends`,
-    whether a symbol is divided with an addend.
+    whether a symbol is divided with an addend; `rooms`, words that are enough in all likelihood.
     """
 
     def __init__(self, words: npt.NDArray[np.int32]) -> None:
-        self.groups: list[int] = words[:, GROUP].tolist()
-        self.kept_bits: list[int] = words[:, KEPT].tolist()
-        self.addends: list[bool] = (words[:, ADDENDS] != 0).tolist()
-        self._palettes = words[:, PALETTE_AT:FREQUENCIES_AT].astype(np.uint16)
-        self._frequencies = words[:, FREQUENCIES_AT:TABLE].astype(np.uint16)
-        self._sizes: list[int] = words[:, SIZE].tolist()
-        # Up to the last symbol that occurs.
-        self._symbols: list[int] = (256 - (self._frequencies[:, ::-1] != 0).argmax(1)).tolist()
+        self._words = words
+        head = words[:, :HEAD].tolist()
+        self.groups: list[int] = [row[GROUP] for row in head]
+        self.kept_bits: list[int] = [row[KEPT] for row in head]
+        self.addends: list[bool] = [row[ADDENDS] != 0 for row in head]
+        self.rooms: list[int] = [row[WORDS] * WORDS_UNIT for row in head]
 
-    def table(self, row: int) -> Table:
-        """Palette and frequencies of a tensor."""
-        palette, frequencies = self._palettes[row], self._frequencies[row]
-        return Table.unchecked(
-            self.groups[row], palette[: self._sizes[row]], frequencies[: self._symbols[row]]
-        )
+    def tables(self) -> list[Table]:
+        """Palette and frequencies of each tensor."""
+        palettes = self._words[:, PALETTE_AT:FREQUENCIES_AT].astype(np.uint16)
+        frequencies = self._words[:, FREQUENCIES_AT:TABLE].astype(np.uint16)
+        sizes = self._words[:, SIZE].tolist()
+        # Up to the last symbol that occurs.
+        symbols = (256 - (frequencies[:, ::-1] != 0).argmax(1)).tolist()
+        return [
+            Table.unchecked(group, palette[:size], own[:count])
+            for group, palette, size, own, count in zip(
+                self.groups, palettes, sizes, frequencies, symbols, strict=True
+            )
+        ]
 
 
 @cache
@@ -114,24 +131,23 @@ def _divisions_on(device: torch.device) -> torch.Tensor:
         return torch.from_numpy(division_facts()).to(device)
 
 
-def make_tables(batch: Batch, counters: torch.Tensor, elsewhere: torch.Tensor) -> EncoderTables:
+def make_tables(batch: Batch, counters: MemoryPart, elsewhere: MemoryPart) -> EncoderTables:
     """Make the tables of a batch of what its census counted, on the device."""
     fmt, n, device = batch.fmt, len(batch.bits), batch.device
     length = max(256, 1 << fmt.exponent_bits)
     keys = 1 << 16 if fmt.exponent_bits <= 8 else length
     coding = keys // 256 * device_table.ROW + 256
     tables = torch.empty(n, TABLE, dtype=torch.int32, device=device)
-    places = torch.empty(n, length + 32, dtype=torch.int32, device=device)
-    counts = torch.empty(n, length, dtype=torch.int64, device=device)
-    by_symbol = torch.empty(n, 256, dtype=torch.int64, device=device)
-    facts = torch.empty(n, coding, dtype=torch.int64, device=device)
-    symbols = torch.empty(n, keys, dtype=torch.int16, device=device)
+    facts, symbols, by_symbol, counts, places = allocate(
+        device, (torch.int64, n * coding), (torch.int16, n * keys), (torch.int64, n * 256),
+        (torch.int64, n * length), (torch.int32, n * (length + 32)),
+    )  # fmt: skip
     launch(
         device_table.table_kernel, (n,),
         batch.base, batch.columns, counters, elsewhere, _divisions_on(device),
         tables, places, counts, by_symbol,
         EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, ELEMENT=ELEMENTS[fmt.bits], LENGTH=length,
-        ENTRIES=ENTRIES, num_warps=4 if length == 256 else 16, device=device,
+        ENTRIES=ENTRIES, **launch_for("rans.table", device, exponents=1 << fmt.exponent_bits), device=device,
     )  # fmt: skip
     launch(
         device_table.spread_kernel, (n, keys // 1024),
@@ -139,4 +155,4 @@ def make_tables(batch: Batch, counters: torch.Tensor, elsewhere: torch.Tensor) -
         EXPONENT=fmt.exponent_bits, LENGTH=length, KEYS=keys, CODING=coding, TILE=1024, num_warps=4,
         device=device,
     )  # fmt: skip
-    return EncoderTables(tables, facts, symbols)
+    return EncoderTables(tables, facts, symbols, coding, keys)
