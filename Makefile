@@ -28,7 +28,7 @@ LINKS := $(FRONT) \
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test test-gpu test-engines test-sglang quick coverage api mutate sanitize fuzz lowest file-tool release lint format install links clean
+.PHONY: help demo test test-weekly test-gpu test-engines test-sglang quick coverage api mutate sanitize fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +38,14 @@ demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoin
 	@printf '\nTo go on, in this shell:\n  . $(BIN)/activate\n  neuzip compress eval/demo/checkpoint my-model.nz\n'
 
 # What Python and pytest compile is kept, whatever the shell says: all workers and commands would compile it again.
-test test-gpu quick: export PYTHONDONTWRITEBYTECODE :=
+test test-weekly test-gpu quick: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
-	@echo "test: the whole suite but what needs the internet"
-	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network" $(ARGS)
+test: $(VENV)/.developed ## Run the test suite (ARGS="-k rans" narrows it)
+	@echo "test: the suite but what needs the internet, and what test-weekly runs"
+	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network and not weekly" $(ARGS)
+
+test-weekly: $(VENV)/.developed ## Run the tests of benchmark scripts, of test tools and of documented figures
+	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "weekly and not network" $(ARGS)
 
 # For machines where neuzip and pytest are installed already, in .venv or not: it installs nothing. Without a GPU
 # pytest would skip every test, and call that a success.

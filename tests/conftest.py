@@ -118,7 +118,7 @@ def pytest_collection_finish() -> None:
 
 def is_left_out(item: pytest.Item) -> bool:
     """Whether a test is skipped here, or is not part of a bare `pytest`."""
-    if item.get_closest_marker("slow") or item.get_closest_marker("network"):
+    if any(item.get_closest_marker(mark) for mark in ("slow", "weekly", "network")):
         return True
     return item.get_closest_marker("skip") is not None
 
@@ -241,6 +241,55 @@ def forks() -> Iterator[forked.Server]:
     yield server
     forked.SERVERS.remove(server)
     server.close()
+
+
+@pytest.fixture(scope="session")
+def file_forks() -> Iterator[forked.Server]:
+    """Commands that work on files, in processes of their own that have not imported huggingface_hub."""
+    server = forked.Server(forked.FILES)
+    forked.SERVERS.append(server)
+    yield server
+    forked.SERVERS.remove(server)
+    server.close()
+
+
+RunAlone = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def torch_forks() -> Iterator[forked.Server]:
+    """Processes that have imported torch, and neither neuzip nor anything else that is large."""
+    server = forked.Server(forked.TORCH, {**os.environ, "NEUZIP_AUTOLOAD": "0"})
+    forked.SERVERS.append(server)
+    yield server
+    forked.SERVERS.remove(server)
+    server.close()
+
+
+def program_runner(server: forked.Server, folder: Path) -> RunAlone:
+    """Runs a program in a process that the server forks: `run(code, argument)` is what it prints."""
+
+    def run(code: str, *arguments: object) -> str:
+        script = folder / "alone" / "program.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(code, encoding="utf-8")
+        stdout, stderr = (process := server.start(script, *arguments, cwd=folder)).communicate(300)
+        assert process.returncode == 0, stderr
+        return stdout
+
+    return run
+
+
+@pytest.fixture
+def run_alone(torch_forks: forked.Server, tmp_path: Path) -> RunAlone:
+    """Run a program in a process where torch alone has been imported."""
+    return program_runner(torch_forks, tmp_path)
+
+
+@pytest.fixture
+def run_without_torch(file_forks: forked.Server, tmp_path: Path) -> RunAlone:
+    """Run a program in a process that has imported what works on files, and not torch."""
+    return program_runner(file_forks, tmp_path)
 
 
 @pytest.fixture(scope="session")

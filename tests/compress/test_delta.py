@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ import independent_decoder as decoder
 import numpy as np
 import pytest
 import torch
+from conftest import RunAlone
 from golden import make as recipes
 from golden.bad import make as bad
 from hypothesis import given
@@ -733,7 +732,9 @@ def test_a_delta_is_always_exact(option: list[str], tmp_path: Path, neuzip: Spea
 
 
 @pytest.mark.slow
-def test_apply_needs_no_torch(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_apply_needs_no_torch(
+    made: tuple[Path, Path, Path], tmp_path: Path, run_without_torch: RunAlone
+) -> None:
     """Nor does anything else that works on the CPU: it takes seconds to load."""
     packed, base, _ = made
     code = (
@@ -742,7 +743,7 @@ def test_apply_needs_no_torch(made: tuple[Path, Path, Path], tmp_path: Path) -> 
         "assert run(['apply', *arguments, '-q']) == 0; "
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, cwd=tmp_path)
+    run_without_torch(code)
 
 
 # The Hub

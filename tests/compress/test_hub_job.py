@@ -6,14 +6,13 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from loopback_hub import TOKEN, Hub, Refusal, hub_environment
@@ -547,22 +546,23 @@ def test_overwrite_begins_anew(here: Hub, files: Files, tmp_path: Path):
 
 @pytest.mark.parametrize("push_to", [None, "me/nz"])
 @pytest.mark.slow
-def test_sigkill_at_any_moment(hub: Hub, files: Files, tmp_path: Path, push_to: str | None):
-    """The real command, killed while bytes are on their way, down or up; the last run ends well."""
+def test_sigkill_at_any_moment(
+    hub: Hub, files: Files, tmp_path: Path, push_to: str | None, file_forks: forked.Server
+):
+    """A process of its own, killed while bytes are on their way, down or up; the last run ends well."""
     hub.add("some/model", files)
     dst = tmp_path / "nz"
     command = [
-        Path(sys.executable).parent / "neuzip", "compress", "some/model", dst, "--stream", "--jobs", "2",
+        "neuzip", "compress", "some/model", dst, "--stream", "--jobs", "2",
         *([] if push_to is None else ["--push-to", push_to]),
     ]  # fmt: skip
     headers = sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
     kills = [headers + 160_000] * (1 if push_to is None else 2)  # in the third shard, and in a later one
     for allowed in (*kills, None):
         hub.heal()
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=hub_environment(hub.url, tmp_path / "hf"),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        process = file_forks.start(
+            *command, cwd=tmp_path, environment=hub_environment(hub.url, tmp_path / "hf")
+        )
         hub.on_bytes = Killer(process.pid, allowed)
         out, err = process.communicate(timeout=600)
         assert TOKEN not in out + err

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from folders import Save, folder_bytes, partial, weights
 
@@ -35,32 +36,31 @@ class TestResume:
     """A killed run goes on where it stopped, and ends with the bytes of an uninterrupted one."""
 
     @pytest.mark.slow
-    def test_kill_at_any_moment(self, tmp_path: Path, save: Save) -> None:
+    def test_kill_at_any_moment(self, tmp_path: Path, save: Save, file_forks: forked.Server) -> None:
         root = tmp_path / "model"
         for shard in range(6):
             save(
                 root / f"s{shard}.safetensors",
-                {f"w{shard}": ("BF16", (400_000,), weights("BF16", 400_000, shard))},
+                {f"w{shard}": ("BF16", (200_000,), weights("BF16", 200_000, shard))},
             )
         (root / "config.json").write_text("{}")
         compress(root, tmp_path / "reference")
         expected = folder_bytes(tmp_path / "reference")
-        script = (
-            "import sys; from neuzip.compress import compress;"
-            "compress(sys.argv[1], sys.argv[2], jobs=2); print('finished')"
+        script = tmp_path / "compress_once.py"
+        script.write_text(
+            "import sys; from neuzip.compress import compress\ncompress(sys.argv[1], sys.argv[2], jobs=2)\n"
         )
-        command = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I", "-c", script, str(root)]
         killed = 0
-        for attempt in range(8):
+        for attempt in range(6):
             target = tmp_path / f"killed-{attempt}"
-            run = subprocess.Popen([*command, str(target)], cwd=tmp_path)
-            # A run takes one to two seconds, most of it start-up: wait for its first trace, and a bit more.
+            run = file_forks.start(script, root, target, cwd=tmp_path)
+            # Wait for its first trace, and a bit more.
             deadline = time.monotonic() + 30
             while not partial(target).exists() and run.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.005)
-            time.sleep(0.04 * attempt)
-            run.kill()
-            killed += run.wait() < 0
+            time.sleep(0.01 * attempt)
+            os.kill(run.pid, signal.SIGKILL)
+            killed += run.wait(30) < 0
             assert not target.exists() or folder_bytes(target) == expected
             compress(root, target)
             assert folder_bytes(target) == expected

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from bits import same_bits
+from conftest import RunAlone
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -516,7 +515,7 @@ def test_the_same_bytes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_nothing_ternary_does_not_wait_for_torch(tmp_path: Path) -> None:
+def test_who_has_nothing_ternary_does_not_wait_for_torch(tmp_path: Path, run_without_torch: RunAlone) -> None:
     source, target = tmp_path / "s.safetensors", tmp_path / "p.safetensors"
     save_file({"w": randn(64, 128), "zero": torch.zeros(3000)}, source)
     script = (
@@ -524,7 +523,7 @@ def test_who_has_nothing_ternary_does_not_wait_for_torch(tmp_path: Path) -> None
         "source, target = sys.argv[1:]; compress(source, target); verify(target); "
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-I", "-c", script, source, target], check=True)
+    run_without_torch(script, source, target)
 
 
 # Plans and options

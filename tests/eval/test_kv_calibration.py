@@ -205,12 +205,12 @@ def test_commands_choose_bits_and_use_the_plan(neuzip: Any, short: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["generate", "bench"])
-def test_generate_and_bench_choose_bits_by_themselves(verb: str, neuzip: Any, short: Path):
+def test_generate_and_bench_choose_bits_by_themselves(verb: str, neuzip: Any, short: Path, tiny: Path):
     few = {
         "generate": ["import", "--max-new-tokens", 2],
         "bench": ["--batch", 1, "--prompt-tokens", 8, "--new-tokens", 2, "--rounds", 1],
     }[verb]
-    said = neuzip(verb, CHECKPOINT, *few, "--kv-bits", "auto:0.05", "--kv-text", short)
+    said = neuzip(verb, tiny, *few, "--kv-bits", "auto:0.05", "--kv-text", short)
     assert said.exit_code == 0, said.stderr
     assert "KV cache: " in said.stderr and "limit 0.05" in said.stderr
 

@@ -573,7 +573,7 @@ def test_a_picture_of_few_and_of_many_layers(count: int, found: LayerAnalysis):
 # With real weights, and on a GPU
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_trained_model(neuzip_data: Path, tmp_path: Path):
     """The first layer of wikilm-26m is worth most by far, and all metrics know it."""
     model, text = neuzip_data / "wikilm-26m", tmp_path / "text.txt"

@@ -407,6 +407,7 @@ def test_a_model_that_forms_its_logits_says_so(checkpoint: Path, rounded: Path, 
     assert found.comparison.kld.mean.value == pytest.approx(expected.comparison.kld.mean.value, rel=1e-2)
 
 
+@pytest.mark.weekly
 def test_trained_checkpoint_in_the_documented_convention(neuzip_data: Path):
     """The whole text gives 105.35; here is its beginning."""
     source = neuzip_data / "wikilm-26m"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import json
 import math
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -614,13 +616,21 @@ CHANGES: dict[str, tuple[str, Callable[[Opened], object]]] = {
 }  # fmt: skip
 
 
+@functools.cache
+def require_readable(name: str) -> None:
+    """A container put together again without a change is read, so the change is what is refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "same.safetensors"
+        path.write_bytes(Opened(name).to_bytes())
+        decoder.restore_file(path, base_of(Path(f"{name}.safetensors")))
+
+
 @pytest.mark.parametrize("rule", CHANGES)
 def test_both_readers_refuse_what_breaks_a_rule(rule: str, tmp_path: Path):
     name, change = CHANGES[rule]
     container, path = Opened(name), tmp_path / "changed.safetensors"
-    path.write_bytes(container.to_bytes())
     base = base_of(Path(f"{name}.safetensors"))
-    decoder.restore_file(path, base)  # the change is what is refused, not how it is put together
+    require_readable(name)
     change(container)
     path.write_bytes(container.to_bytes())
     with pytest.raises(decoder.SpecViolation):

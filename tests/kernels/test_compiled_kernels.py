@@ -84,10 +84,9 @@ from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
 
 gradients._on_gpu = lambda hidden: True
 for tokens, vocabulary, d, dtype, more, options in (
-    (1, 1, 1, torch.bfloat16, {}, {}),
-    (300, 100, 64, torch.float16, {"bias": torch.zeros(100), "softcap": 5.0, "scale": 0.5},
+    (1, 1, 1, torch.float32, {}, {"filter_eps": None}),
+    (300, 100, 64, torch.bfloat16, {"bias": torch.zeros(100), "softcap": 5.0, "scale": 0.5},
      {"sort_vocabulary": True}),
-    (17, 129, 24, torch.float32, {}, {"filter_eps": None}),
 ):
     head = Head(torch.zeros(tokens, d, dtype=dtype), torch.zeros(vocabulary, d, dtype=dtype), **more)
     target = torch.zeros(tokens, dtype=torch.int64)
@@ -134,7 +133,7 @@ from neuzip.kernels.kv_cache.triton import store as triton_store
 first, length = torch.zeros(2, dtype=torch.int64), torch.ones((), dtype=torch.int64)
 mask = torch.ones(2, 30, dtype=torch.bool)
 for early, bits, group, width, values, dtype in (
-    (True, 3, None, 100, 100, torch.bfloat16), (False, 4, 32, 128, 64, torch.float16),
+    (True, 3, None, 60, 60, torch.bfloat16), (False, 4, 32, 128, 64, torch.float16),
     (True, 8, None, 64, 64, torch.float32),
 ):
     launch.has_pdl = lambda device: early
@@ -150,7 +149,7 @@ for early, bits, group, width, values, dtype in (
         triton_store.store(rooms, states, start, first)
     triton_load.load(rooms[0], first, dtype)
     query, more = torch.zeros(2, 8, width, dtype=dtype), mask if early else None
-    if early:
+    if early and bits == 3:
         triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
     if triton_fragments.fits(query, *rooms):
         triton_fragments.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
@@ -183,11 +182,10 @@ from neuzip.kernels.rans.triton.decode import decode_chosen, decode_parts
 
 row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
 for kind, calls in (
-    (Kind(FORMATS["BF16"], 7, 2, 0), ((1, 0), (1, 1), (8, 1000))),
+    (Kind(FORMATS["BF16"], 7, 2, 0), ((1, 1), (8, 1000))),
     (Kind(FORMATS["F32"], 23, 1, 64), ((8, 1000),)),
-    (Kind(FORMATS["BF16"], 0, 1, 0, 3), ((1, 1000),)),  # on a grid, with column factors
-    (Kind(FORMATS["BF16"], 4, 2, 0, 1), ((1, 1000),)),  # with low bits
-    (Kind(FORMATS["BF16"], 8, 1, 0, 3), ((1, 1000),)),
+    (Kind(FORMATS["BF16"], 4, 2, 0, 1), ((1, 1000),)),  # on a grid, with low bits
+    (Kind(FORMATS["BF16"], 8, 1, 0, 3), ((1, 1000),)),  # and column factors
     (Kind(FORMATS["F32"], 0, 2, 0, 7), ((1, 0),)),  # and rows that cross runs
 ):
     for parts, blocks in calls:
@@ -293,14 +291,14 @@ SPARSE_DELTAS = """
 from neuzip.kernels.sparse_delta import BlockMap, CodedDelta
 from neuzip.kernels.sparse_delta.triton import launches
 
-for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+for dtype in (torch.uint8, torch.bfloat16, torch.float64):
     weights = [torch.zeros(5000, dtype=dtype), torch.zeros(1, dtype=dtype)]
     blocks = BlockMap.of(weights)
     row, words = torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     coded = CodedDelta(words, words)
     launches.measure(weights, weights, blocks, words)
     launches.apply(weights, blocks, coded, row)
-    if dtype in (torch.uint8, torch.float32):  # what differs by width is in these two
+    if dtype is torch.uint8:  # what differs by width is in these two
         continue
     launches.encode(weights, weights, blocks, words, row, words)
     launches.check(weights, blocks, coded, row)

@@ -98,8 +98,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "multiprocessors", lambda device: 3)
 
 
-@dtypes
-@pytest.mark.parametrize(("tokens", "k", "experts", "out", "columns", "tile"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "k", "experts", "out", "columns", "tile"),
+    [(dtype, *case) for dtype, case in zip([torch.float16, torch.bfloat16] * 2, CASES, strict=True)],
+)
 def test_products_on_a_cpu(
     on_a_cpu: None, dtype: torch.dtype, tokens: int, k: int, experts: int, out: int, columns: int, tile: int
 ):
@@ -145,8 +147,7 @@ grouped.multiprocessors = lambda device: 132
 packed = ops.pack((torch.randn(4 * 128, 256, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16())
 routing = Routing(128, *(torch.zeros(shape, dtype=torch.int32) for shape in ((4,), (4, 4), (1,))))
 rows = torch.zeros(4 * 128, 256).bfloat16()
-for multiply in (grouped.gated_linear, grouped.grouped_linear):
-    multiply(rows, packed, 4, routing)
+grouped.gated_linear(rows, packed, 4, routing)
 """
 
 
@@ -154,7 +155,7 @@ for multiply in (grouped.gated_linear, grouped.grouped_linear):
 def test_products_are_under_way_while_weights_are_unpacked(tmp_path, kernel_cache):
     """The compiler says nothing where it cannot have that, but waits after every instruction."""
     kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path, kernel_cache).splitlines()]
-    assert len(kernels) == 2
+    assert len(kernels) == 1
     for shared, *instructions in kernels:
         assert int(shared) <= 227 << 10
         assert instructions.count("HGMMA") == 16

@@ -363,6 +363,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(("changes", "error"), CHANGES.values(), ids=CHANGES)
 def test_a_wrong_kernel_is_found_on_a_cpu(
     changes: dict[str, str],

@@ -6,8 +6,7 @@ shows on a GPU, as for packed weights: see kernels/test_packed_ops.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from bits import same_numbers as same_bits
+from conftest import RunAlone
 from tensors import gaussian
 from torch import Tensor
 from torch.library import opcheck
@@ -324,14 +324,14 @@ def rows_up_to(peak: float) -> Tensor:
 
 
 @pytest.mark.slow
-def test_constants_do_not_depend_on_defaults_of_torch():
+def test_constants_do_not_depend_on_defaults_of_torch(run_alone: RunAlone):
     """Kernels are imported at the first product, whatever has been set by then."""
     script = (
         "import torch; torch.set_default_dtype(torch.bfloat16); torch.set_default_device('meta');"
         "from neuzip.kernels.ternary_linear.triton import quantize_device as codes;"
         "print(codes.ZERO_OF_INT4.hex(), codes._PER_SQRT_7.value.hex(), codes._SMALLEST_BITS.value)"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    said = run_alone(script)
     root = torch.tensor(7**0.5, dtype=torch.float32).item()
     zero = torch.tensor(8 / 15, dtype=torch.float32).item()
     assert said.split() == [zero.hex(), (1 / root).hex(), str((127 - 122) << 23)]
@@ -497,21 +497,19 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
     assert same_bits(y, reference.ternary_linear(x, weights, bias, activation=activation))
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, quantizer_pdl=True),
-        Launch(1, 3, stages=1), Launch(1, 4, stages=5), Launch(2, 4, stages=3), Launch(1, 2, stages=40),
-        Launch(1, 2, stages=3, trigger_next_early=False), Launch(2, 1, trigger_next_early=False),
-        Launch(1, 4, stages=2, prologue=1), Launch(1, 3, stages=2, prologue=5),
-        Launch(2, 3, stages=3, prologue=40), Launch(2, 2, stages=1, prologue=2, fused=False),
-        Launch(2, 4, stages=1, prologue=3, trigger_next_early=False),
-        Launch(1, 3, bits=False), Launch(2, 2, stages=1, prologue=2, bits=False),
-        Launch(2, 1, fused=False, bits=False),
-    ],
-    ids=str,
-)  # fmt: skip
-@dtypes
+LAUNCHES = [
+    Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, quantizer_pdl=True),
+    Launch(1, 3, stages=1), Launch(1, 4, stages=5), Launch(2, 4, stages=3), Launch(1, 2, stages=40),
+    Launch(1, 2, stages=3, trigger_next_early=False), Launch(2, 1, trigger_next_early=False),
+    Launch(1, 4, stages=2, prologue=1), Launch(1, 3, stages=2, prologue=5),
+    Launch(2, 3, stages=3, prologue=40), Launch(2, 2, stages=1, prologue=2, fused=False),
+    Launch(2, 4, stages=1, prologue=3, trigger_next_early=False),
+    Launch(1, 3, bits=False), Launch(2, 2, stages=1, prologue=2, bits=False),
+    Launch(2, 1, fused=False, bits=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("launch", "dtype"), zip(LAUNCHES, itertools.cycle(DTYPES.values())), ids=str)
 def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device):
     weights = ternary(50, 520)
     x = tokens(1, 520, dtype=dtype)
@@ -632,24 +630,26 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launch", "columns"),
+    ("launch", "columns", "rows", "dtype"),
     [
-        (FewTokensLaunch(1, 1), 1024), (FewTokensLaunch(2, 2), 520), (FewTokensLaunch(4, 4), 520),
-        (FewTokensLaunch(1, 2, stages=3), 1024), (FewTokensLaunch(1, 1, accumulator_sets=1), 520),
-        (FewTokensLaunch(2, 1, quantizer_pdl=True), 1024),
-        (FewTokensLaunch(1, 1, int4x2=False, trigger_next_early=False), 520),
-        (FewTokensLaunch(2, 2, stages=8, accumulator_sets=1), 520),
+        (FewTokensLaunch(1, 1), 1024, 5, torch.float16), (FewTokensLaunch(2, 2), 520, 18, torch.float32),
+        (FewTokensLaunch(4, 4), 520, 5, torch.float16),
+        (FewTokensLaunch(1, 2, stages=3), 1024, 18, torch.float32),
+        (FewTokensLaunch(1, 1, accumulator_sets=1), 520, 18, torch.float16),
+        (FewTokensLaunch(2, 1, quantizer_pdl=True), 1024, 5, torch.float32),
+        (FewTokensLaunch(1, 1, int4x2=False, trigger_next_early=False), 520, 18, torch.float32),
+        (FewTokensLaunch(2, 2, stages=8, accumulator_sets=1), 520, 5, torch.float16),
     ],
     ids=str,
 )  # fmt: skip
-def test_launches_of_few_tokens_agree(launch: FewTokensLaunch, columns: int, device):
-    weights = ternary(50, columns)
-    for rows, dtype in ((5, torch.float16), (18, torch.float32)):
-        x = tokens(rows, columns, dtype=dtype)
-        y = triton_few_tokens.few_tokens(
-            x.to(device), TernaryWeight.of(weights, device), None, "int4", False, launch=launch
-        )
-        assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
+def test_launches_of_few_tokens_agree(
+    launch: FewTokensLaunch, columns: int, rows: int, dtype: torch.dtype, device
+):
+    weights, x = ternary(50, columns), tokens(rows, columns, dtype=dtype)
+    y = triton_few_tokens.few_tokens(
+        x.to(device), TernaryWeight.of(weights, device), None, "int4", False, launch=launch
+    )
+    assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
 
 
 @pytest.mark.parametrize(
@@ -701,8 +701,9 @@ def test_gate_multiplies_and_skips(groups: tuple[int | None, int | None], dtype:
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("group", [None, 300], ids=["a tensor", "rows"])
-@activations
+@pytest.mark.parametrize(
+    ("activation", "group"), [("int8", None), ("int4", 300), ("fp4", None), ("top_k_int8", 300)]
+)
 def test_a_gated_unit_of_any_activation(activation: str, group: int | None, launch: Launch, device, poison):
     gate, up, x = ternary(40, 300, group), ternary(40, 300, group, seed=5), tokens(1, 300)
     y = triton_one_token.relu2_glu(

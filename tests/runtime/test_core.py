@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import RunAlone
 
 from neuzip.distribution import ENGINES
 
@@ -58,22 +57,17 @@ assert "transformers" not in sys.modules
 """
 
 
-def run(code: str, *arguments: object) -> None:
-    """Run code in a fresh process."""
-    subprocess.run([sys.executable, "-P", "-c", code, *map(str, arguments)], check=True, timeout=300)
-
-
 def test_there_is_a_core() -> None:
     assert {"neuzip.runtime.read", "neuzip.runtime.weights", "neuzip.runtime.weights.packed"} <= {*MODULES}
 
 
 @pytest.mark.slow
-def test_the_core_imports_no_transformers() -> None:
-    run(IMPORT_ALL, *MODULES)
+def test_the_core_imports_no_transformers(run_alone: RunAlone) -> None:
+    run_alone(IMPORT_ALL, *MODULES)
 
 
 @pytest.mark.slow
-def test_an_engine_reads_multiplies_and_quantises_by_the_core(tmp_path: Path) -> None:
+def test_an_engine_reads_multiplies_and_quantises_by_the_core(tmp_path: Path, run_alone: RunAlone) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -83,4 +77,4 @@ def test_an_engine_reads_multiplies_and_quantises_by_the_core(tmp_path: Path) ->
     weight = torch.randn(64, 96, generator=generator).to(torch.bfloat16)
     save_file({"w": weight}, tmp_path / "plain.safetensors")
     compress(tmp_path / "plain.safetensors", tmp_path / "small.safetensors")
-    run(USE, tmp_path / "small.safetensors")
+    run_alone(USE, tmp_path / "small.safetensors")

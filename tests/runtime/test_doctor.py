@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import RunAlone
 
 from neuzip import distribution
 from neuzip.compress.machine import Driver, InstalledGpu
@@ -67,7 +66,7 @@ def test_packages_that_cannot_be_imported_are_problems(message: str, monkeypatch
     assert not {"folders", "results"} & {found.topic for found in report.findings}
 
 
-def test_the_report_comes_without_numba(tmp_path: Path) -> None:
+def test_the_report_comes_without_numba(run_alone: RunAlone) -> None:
     program = """
 import sys
 sys.modules["numba"] = sys.modules["llvmlite"] = None
@@ -75,9 +74,7 @@ from neuzip.installation import check_installation
 report = check_installation()
 print(sorted({finding.topic for finding in report.findings}))
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[0] == "['engines', 'packages']", done.stderr
+    assert run_alone(program).split("\n")[0] == "['engines', 'packages']"
 
 
 def test_a_needed_package_is_a_problem_and_another_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -848,6 +848,7 @@ def test_wrong_use(arguments: tuple[Any, ...], message: str, neuzip):
     assert message in said.stderr
 
 
+@pytest.mark.weekly
 def test_a_trained_model_loses_what_the_docstring_says(neuzip_data: Path):
     """quantizers.kv cites benchmarks/results/kv_cache-wikilm-26m.json; here on fewer tokens."""
     path = neuzip_data / "wikilm-26m"

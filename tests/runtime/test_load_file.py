@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
+from conftest import RunAlone
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -350,14 +349,13 @@ def test_files_are_closed(small: Path):
 
 
 @pytest.mark.slow
-def test_loading_needs_no_transformers(small: Path):
+def test_loading_needs_no_transformers(small: Path, run_alone: RunAlone):
     code = (
         "import sys, neuzip\n"
         f"neuzip.load_file({str(small)!r})\n"
         "assert not {'transformers', 'triton'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_alone(code)
 
 
 # GPU

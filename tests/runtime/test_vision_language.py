@@ -127,7 +127,9 @@ def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fisher", "measured"])
+@pytest.mark.parametrize(
+    ("folder", "method"), [*((name, "fisher") for name in MODELS), ("llava", "measured")], indirect=["folder"]
+)
 def test_parts_that_no_text_goes_through_are_not_rounded_for_nothing(
     method: str, folder: Path, tmp_path: Path, neuzip
 ):

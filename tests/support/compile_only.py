@@ -46,7 +46,7 @@ class Card:
 def watch(see: Callable[[Any, Any, dict[str, Any]], None], once: bool = False) -> None:
     """From now on launches compile, and `see` gets the function, what was made of it, and the keywords.
 
-    With `once` each function is compiled for one of its kernels; of the others `see` gets the `hash` only.
+    With `once` one kernel of Triton and one of Gluon are compiled; of the others `see` gets the `hash` only.
     """
     driver.set_active(Card())
     if once:
@@ -83,8 +83,8 @@ def unused_memory(code: Any) -> set[str]:
 
 
 def _compile_once() -> Callable[..., Any]:
-    """Triton's compiler, which makes no more than the hash of all kernels of a function but its first."""
-    hashes: dict[str, str] = {}
+    """Triton's compiler, which makes no more than the hash of all kernels of a language but its first."""
+    hashes: dict[type, str] = {}
     compile_kernel = triton.compiler.compile
 
     def compile_once(src: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
@@ -92,7 +92,7 @@ def _compile_once() -> Callable[..., Any]:
         parsed = backend.parse_options(options | src.parse_options())
         key = get_cache_key(src, backend, parsed, env_vars=get_cache_invalidating_env_vars())
         name = hashlib.sha256(key.encode()).hexdigest()
-        if hashes.setdefault(src.name, name) != name:
+        if hashes.setdefault(type(src), name) != name:
             return SimpleNamespace(hash=name)
         kernel = compile_kernel(src, target=target, options=options)
         assert kernel.hash == name

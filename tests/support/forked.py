@@ -10,8 +10,9 @@ are imported (HF_*, OMP_NUM_THREADS) have no effect here. Tests of the start its
     process = server.start("neuzip", "train", "run.toml", cwd=folder, ranks=2)    under torchrun
     stdout, stderr = process.communicate(timeout=600)
 
-The first word is `neuzip`, or the path of a script. `Server(forked.COMPILER)` has imported what scripts need
-that compile kernels, and nothing of neuzip.
+The first word is `neuzip`, or the path of a script. `Server(forked.FILES)` has imported what commands need
+that work on files, without torch and huggingface_hub, so HF_* have an effect there. `Server(forked.COMPILER)`
+has imported what scripts need that compile kernels, `Server(forked.TORCH)` torch alone, both without neuzip.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -41,12 +43,14 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._server, self._files = server, files
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._server.ask({"poll": self.pid})["code"]
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._server.ask({"poll": self.pid})["code"]
+            return self.returncode
 
     def wait(self, timeout: float) -> int:
         """The exit code, once it has ended. Raises TimeoutError."""
@@ -73,7 +77,7 @@ class Forked:
         raise LookupError(f"there is no rank {rank}")
 
 
-COMMANDS, COMPILER = "commands", "compiler"
+COMMANDS, FILES, COMPILER, TORCH = "commands", "files", "compiler", "torch"
 """What a server imports."""
 
 
@@ -83,6 +87,7 @@ class Server:
     def __init__(self, imports: str = COMMANDS, environment: dict[str, str] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="neuzip-forked-"))
         self._count = 0
+        self._lock = threading.Lock()
         self.cpu_seconds = 0.0  # of the server, and of what it forked and has ended
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, imports],
@@ -107,11 +112,12 @@ class Server:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The server's answer to a request."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        self.cpu_seconds = answer["cpu_seconds"]
-        return answer
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+            self.cpu_seconds = answer["cpu_seconds"]
+            return answer
 
     def close(self) -> None:
         """End the server."""
@@ -135,31 +141,51 @@ def _import_compiler() -> None:
     from triton.backends.nvidia import compiler, driver  # noqa: F401
 
 
-def _import_commands() -> None:
+def _import_torch() -> None:
+    import torch  # noqa: F401
+
+
+def _import_files() -> None:
+    _load_loops()
+    assert not {"torch", "huggingface_hub"} & {*sys.modules}
+
+
+def _load_loops() -> None:
+    """Import what works on files, and all that numba needs to load a loop."""
     import numpy as np
     import typer._adapters  # noqa: F401
-    from torch.distributed.launcher import api  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
 
     from neuzip.cli import main
     from neuzip.cli.large_imports import import_large
 
-    for module in (
-        "neuzip.train.trainer", "neuzip.train.loop", "neuzip.train.compressed_array",
-        "neuzip.eval.measures.perplexity", "neuzip.compress.container_job",
-    ):  # fmt: skip
-        import_large(module)
+    import_large("neuzip.compress.container_job")
     from neuzip.kernels.rans import vector_form
 
     main.program()
-    for prove in (vector_form.encodes, vector_form.decodes):  # loads what numba needs to load a loop
+    for prove in (vector_form.encodes, vector_form.decodes):
         prove(2, np.dtype(np.uint8))
+
+
+def _import_commands() -> None:
+    from torch.distributed.launcher import api  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from neuzip.cli.large_imports import import_large
+
+    for module in (
+        "neuzip.train.trainer", "neuzip.train.loop", "neuzip.train.compressed_array",
+        "neuzip.eval.measures.perplexity",
+    ):  # fmt: skip
+        import_large(module)
+    _load_loops()
 
 
 def _serve(imports: str) -> None:
     import threading
 
-    {COMMANDS: _import_commands, COMPILER: _import_compiler}[imports]()
+    {
+        COMMANDS: _import_commands, FILES: _import_files, COMPILER: _import_compiler, TORCH: _import_torch,
+    }[imports]()  # fmt: skip
     assert threading.active_count() == 1, "a fork would have one of these threads"
     for line in sys.stdin:
         request = json.loads(line)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from neuzip import delta
 
-STEPS = 50
+STEPS = 15
 FP8 = "model.layers.0.mlp.up_proj.weight"
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import importlib.util
 import io
 import math
@@ -290,6 +291,12 @@ def starts_an_engine(words: list[str]) -> bool:
     return words[0] == "vllm" or words[:3] == ["python", "-m", "sglang.launch_server"]
 
 
+@functools.cache
+def parsers() -> dict[str, Any]:
+    """Commands to parse with, made once. Those that run are others, as they have other names for --help."""
+    return typer.main.get_command(build_app()).commands  # type: ignore[attr-defined,no-any-return]
+
+
 def written_by(command: str) -> list[str]:
     """The files and folders that a command of neuzip, or a copy, writes; engines write none."""
     command, _, file = command.partition(" > ")
@@ -300,8 +307,7 @@ def written_by(command: str) -> list[str]:
     if "neuzip" in words and not starts_an_engine(words) and "--dry-run" not in words:
         verb, *arguments = words[words.index("neuzip") + 1 :]
         if verb in VERBS:
-            parser = typer.main.get_command(build_app()).commands[verb]  # type: ignore[attr-defined]
-            given = parser.make_context(verb, arguments, resilient_parsing=True)
+            given = parsers()[verb].make_context(verb, arguments, resilient_parsing=True)
             for name in DESTINATIONS:
                 # A default, such as demo's, is a parameter too.
                 if given.params.get(name) is not None and str(given.params[name]) in command:

@@ -42,5 +42,7 @@ def test_examples(name: str):
         if (engine := engine_of(name)) is None or error.name != engine:
             raise
         pytest.skip(f"imports {engine}, which is not installed")
-    failed, _ = doctest.testmod(module)
-    assert failed == 0
+    # To find that there are none takes doctest a while.
+    if ">>> " in Path(module.__file__ or "").read_text(encoding="utf-8"):
+        failed, _ = doctest.testmod(module)
+        assert failed == 0

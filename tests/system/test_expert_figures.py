@@ -143,7 +143,7 @@ def test_how_evenly_tokens_are_routed(bf16: PreTrainedModel) -> None:
 # Figures
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_small_run_has_a_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sections: dict[str, Any] = {}
 

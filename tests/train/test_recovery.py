@@ -570,7 +570,7 @@ def test_settings_that_make_no_sense_are_refused(settings, said: str):
 @pytest.mark.slow
 def test_the_command(neuzip, tmp_path: Path):
     text, out = tmp_path / "text.txt", tmp_path / "r"
-    text.write_text("\n\n".join(split_topics()[0][:20]))
+    text.write_text("\n\n".join(split_topics()[0][:4]))
     said = neuzip(
         "recover", DEMO, "--text", text, "--steps", 8, "--batch", 2, "--window", 32, "--output", out,
         "--eval-text", "demo", "--max-tokens", 512, "--device", "cpu", "--json",
@@ -594,7 +594,7 @@ def test_the_command(neuzip, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_result_that_is_farther_from_the_original_is_told(neuzip, tmp_path: Path):
-    (tmp_path / "text.txt").write_text("A text of some words. " * 500)
+    (tmp_path / "text.txt").write_text("A text of some words. " * 60)
     said = neuzip(
         "recover", DEMO, "--text", tmp_path / "text.txt", "--steps", 2, "--batch", 1, "--window", 32,
         "--lr", 1, "--output", tmp_path / "r", "--eval-text", "demo", "--max-tokens", 256, "--device", "cpu",

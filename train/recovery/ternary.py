@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,19 +102,25 @@ def _rounded(ternary: Ternary, dtype: torch.dtype) -> Ternary:
     return Ternary(ternary.codes, ternary.scale.to(dtype).float(), ternary.group)
 
 
+TOKENS_AT_ONCE = 2048
+"""Tokens that go through a layer together: short windows one by one would take several times as long."""
+
+
 class _Seen(Exception):
-    """The first layer was reached."""
+    """The layer was reached whose arguments are wanted; what comes behind it would be in vain."""
 
 
 class _Feed:
-    """The inputs of a layer, window by window, as the model is converted layer by layer."""
+    """The inputs of a layer, a few windows at a time, as the model is converted layer by layer."""
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor | None) -> None:
         assert windows is not None
         first = layers[0]
         self.states: list[Tensor] = []
-        # Layers differ in these: masks of windows, rotary embeddings. Texts of one length do not.
-        self.keywords = _keywords(model, layers, windows[:1].to(model.device))
+        parts = torch.split(windows.to(model.device), max(1, TOKENS_AT_ONCE // windows.shape[1]))
+        # Layers differ in these: masks of windows, rotary embeddings. The last part may have fewer windows.
+        ends = {len(part): part for part in (parts[0], parts[-1])}
+        self.keywords = {count: _keywords(model, layers, part) for count, part in ends.items()}
 
         def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states, *rest = (*arguments, *([keywords.pop("hidden_states")] if not arguments else []))
@@ -124,11 +131,9 @@ class _Feed:
 
         hook = first.register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            for window in windows.to(model.device):
-                try:
-                    model(window[None], use_cache=False)
-                except _Seen:
-                    continue
+            for part in parts:
+                with suppress(_Seen):
+                    model(part, use_cache=False)
         finally:
             hook.remove()
 
@@ -158,22 +163,25 @@ class _Feed:
 
     def _outputs(self, layer: nn.Module) -> Iterator[Tensor]:
         for states in self.states:
-            out = layer(states, **self.keywords[layer])
+            out = layer(states, **self.keywords[len(states)][layer])
             yield out[0] if isinstance(out, tuple) else out
 
 
 def _keywords(
-    model: PreTrainedModel, layers: nn.ModuleList, window: Tensor
+    model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor
 ) -> dict[nn.Module, dict[str, Any]]:
     """The keyword arguments of each layer beside the hidden states."""
     by_layer: dict[nn.Module, dict[str, Any]] = {}
 
     def keep(layer: nn.Module, _: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         by_layer[layer] = {name: x for name, x in keywords.items() if name != "hidden_states"}
+        if len(by_layer) == len(layers):
+            raise _Seen
 
     hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
     try:
-        model(window, use_cache=False)
+        with suppress(_Seen):
+            model(windows, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
