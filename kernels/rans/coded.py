@@ -143,8 +143,10 @@ class CodedTensor:
     """What the decoder needs of one tensor. All its torch tensors are one-dimensional and on one device.
 
     `index` and `words` are int16 with the bits of uint16; `words` is filled up to a multiple of 16 bytes at
-    most. `planes` are uint8, by width, aligned to 16 bytes and filled up to a multiple of 16. `normaliser` is
-    uint8, one a block of `block_size` weights. Weights on a grid have a `grid`, and in place of kept bits the
+    most. On a GPU, pieces of 16 bytes are read, so the memory of `words` goes on to the end of the last
+    piece, as any allocation of CUDA does; what is beyond `words` there counts as 0. `planes` are uint8, by
+    width, aligned to 16 bytes and filled up to a multiple of 16. `normaliser` is uint8, one a block of
+    `block_size` weights. Weights on a grid have a `grid`, and in place of kept bits the
     low bits of codes, which are raw in a plane: 0, 1, 2, 4 or 8.
     """
 

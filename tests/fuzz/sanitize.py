@@ -5,7 +5,8 @@
 
 Words, index and factors of coded weights are changed at random, and words are cut off. Kernels must report
 such streams or decode them to something, but never access memory outside the arrays. Every array has an
-allocation of its own, so that compute-sanitizer (memcheck) sees any other access. One more process writes
+allocation of its own, so that compute-sanitizer (memcheck) sees any other access. Kernels read words in
+pieces of 16 bytes, so the allocation of words ends with a whole piece. One more process writes
 beyond an output on purpose, to show that the tool sees it. Where compute-sanitizer is not installed or does
 not know the GPU, the script says so in a line that begins with "skipped", and exits with 0.
 """
@@ -35,7 +36,15 @@ from neuzip.errors import NeuzipError
 from neuzip.kernels import sparse_delta
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.rans.chosen import coded_items
-from neuzip.kernels.rans.coded import COLUMN_FACTORS, CROSSING_ROWS, ON_GRID, PATTERNS, CodedTensor, Kind
+from neuzip.kernels.rans.coded import (
+    ALIGNMENT,
+    COLUMN_FACTORS,
+    CROSSING_ROWS,
+    ON_GRID,
+    PATTERNS,
+    CodedTensor,
+    Kind,
+)
 from neuzip.kernels.rans.coded_sample import coded_weights
 from neuzip.kernels.rans.numbers import RUNS
 from neuzip.kernels.rans.ops import ResidentTensor
@@ -84,6 +93,14 @@ def change(array: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     return raw
 
 
+def in_pieces(words: torch.Tensor) -> torch.Tensor:
+    """Words on the device, in an allocation of whole pieces, as CodedTensor asks for."""
+    each = ALIGNMENT // words.element_size()
+    memory = torch.full((-(-words.numel() // each) * each,), -1, dtype=words.dtype, device=DEVICE)
+    memory[: words.numel()] = words.to(DEVICE)
+    return memory[: words.numel()]
+
+
 def mutated(coded: CodedTensor, rng: np.random.Generator) -> CodedTensor:
     """A coded tensor of the CPU with other streams, on the device."""
     words, index = coded.words, coded.index
@@ -99,7 +116,7 @@ def mutated(coded: CodedTensor, rng: np.random.Generator) -> CodedTensor:
         grid = grid.with_factors([change(part, rng).to(DEVICE) for part in factor_bytes])
     return replace(
         coded,
-        words=words.to(DEVICE),
+        words=in_pieces(words),
         index=index.to(DEVICE),
         planes={width: change(plane, rng).to(DEVICE) for width, plane in coded.planes.items()},
         normaliser=None if coded.normaliser is None else change(coded.normaliser, rng).to(DEVICE),
