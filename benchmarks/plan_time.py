@@ -6,8 +6,10 @@ Each round is a new process; `cpu_s` are its CPU seconds, of all threads. `start
 process to its first stage, and `start_cpu_s` its CPU seconds. Its parts are `imports_s` (torch, transformers
 and what measures), `text_s` (tokens) and `model_s` (loaded, onto its device). Each stage has its wall and its
 CPU seconds, and the wall seconds until its first progress, which show what a first use costs; `between_s` is
-the time between stages. The first round on a machine also compiles kernels, which are kept. The section of
-the device in benchmarks/results/plan_time.json has a row for each round.
+the time between stages. The first round on a machine also compiles kernels and Python modules, which are
+kept. `uncached_modules` counts modules of which Python could not keep the compiled form, so that each round
+compiles them: that of all packages takes 15 CPU seconds. The section of the device in
+benchmarks/results/plan_time.json has a row for each round.
 
 torch is imported where the command imports it: after the command has chosen how OpenMP's threads wait, and
 without the garbage collector. Earlier imports make threads spin, and add seconds to start and end.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -73,12 +76,13 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         ]  # fmt: skip
         began, cpu = time.time(), cpu_seconds(resource.RUSAGE_CHILDREN)
         run = subprocess.run(
-            [sys.executable, __file__, STAGES, str(file), *command], capture_output=True, text=True
-        )
+            [sys.executable, __file__, STAGES, str(file), *command], capture_output=True, text=True,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        )  # fmt: skip
         ended, cpu = time.time(), cpu_seconds(resource.RUSAGE_CHILDREN) - cpu
         if run.returncode:
             sys.exit(run.stderr[-3000:])
-        parts, stages = json.loads(file.read_text(encoding="utf-8"))
+        parts, stages, uncached = json.loads(file.read_text(encoding="utf-8"))
     report = json.loads(run.stdout)
     target = report["target"]
     within = sum(stage["stop"] - stage["start"] for stage in stages)
@@ -86,7 +90,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     start, end = stages[0]["start"] - began, ended - stages[-1]["stop"]
     return {
         "total_s": round(total, 2), "cpu_s": round(cpu, 2), "start_s": round(start, 2),
-        "start_cpu_s": round(stages[0]["cpu_before"], 2), **parts,
+        "start_cpu_s": round(stages[0]["cpu_before"], 2), **parts, "uncached_modules": uncached,
         "stages": [
             {
                 "stage": stage["label"], "wall_s": round(stage["stop"] - stage["start"], 2),
@@ -107,6 +111,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
     yield f"  {'start':40} {row['start_s']:8.2f} s   {row['start_cpu_s']:8.2f} CPU seconds"
     for part in PARTS:
         yield f"    {part:38} {row[part]:8.2f} s"
+    yield f"    {'modules compiled in each run':38} {row['uncached_modules']:8}"
     for stage in row["stages"]:
         first = "" if stage["first_s"] is None else f", first progress after {stage['first_s']} s"
         yield f"  {stage['stage']:40} {stage['wall_s']:8.2f} s   {stage['cpu_s']:8.2f} CPU seconds{first}"
@@ -164,7 +169,7 @@ def run_with_stages(file: Path, command: list[str]) -> None:
     try:
         sys.exit(run())
     finally:
-        file.write_text(json.dumps([parts, stages]), encoding="utf-8")
+        file.write_text(json.dumps([parts, stages, uncached_modules()]), encoding="utf-8")
 
 
 def counted(parts: dict[str, float], part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,6 +183,12 @@ def counted(parts: dict[str, float], part: str, function: Callable[..., Any]) ->
             parts[part] = round(parts[part] + time.time() - began, 2)
 
     return timed
+
+
+def uncached_modules() -> int:
+    """Number of imported modules without a file of their compiled form."""
+    files = [getattr(module, "__cached__", None) for module in list(sys.modules.values())]
+    return sum(1 for file in files if isinstance(file, str) and not Path(file).exists())
 
 
 def cpu_seconds(whose: int = resource.RUSAGE_SELF) -> float:
