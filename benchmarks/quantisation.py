@@ -35,6 +35,7 @@ from neuzip.eval.plans.held_codes import HeldCodes
 from neuzip.eval.plans.quantized_matrices import QuantizedMatrices
 from neuzip.eval.plans.trial_model import TrialModel
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
+from neuzip.eval.quantize.checkpoint_parameters import find_parameters
 from neuzip.eval.quantize.quantizer import Quantizer
 from neuzip.eval.quantize.settings import CalibrationSettings
 from neuzip.runtime.hf.bos import bos_in_front
@@ -89,10 +90,11 @@ def main() -> None:
         windows = calibration_windows(options)
         settings = CalibrationSettings(feedback=not options.nearest)
         names = [tensor.name for tensor in matrices.tensors]
-        quantizer = Quantizer.prepare(judge.model, source, names, windows, settings)
+        places = find_parameters(judge.model, source, matrices.tensors)
+        quantizer = Quantizer.prepare(judge.model, source, names, windows, settings, places=places)
         seconds = time.perf_counter() - began
         print(f"calibrated on {windows.tokens:,} tokens in {seconds:.0f} s", flush=True)
-        trials = TrialModel(judge.model, source, matrices.tensors)
+        trials = TrialModel(judge.model, matrices.tensors, places)
         results = []
         for row in TABLE[options.name]:
             results.append(measured(row, options.checkpoint, judge, matrices, quantizer, trials, workers))

@@ -55,6 +55,11 @@ class QuantizedMatrices:
         """Number of tensors, those included that are stored as another one."""
         return len(self.tensors) + sum(map(len, self.aliases.values()))
 
+    @property
+    def weights(self) -> int:
+        """Number of weights of the tensors."""
+        return sum(tensor.info.numel for tensor in self.tensors)
+
     def rules(self, grids: Mapping[str, Grid], rules: Iterable[Rule]) -> tuple[Rule, ...]:
         """Rules that quantise the tensors with grids, before the first of `rules` that says lossless."""
         quantised = [

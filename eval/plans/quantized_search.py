@@ -31,6 +31,7 @@ from neuzip.eval.plans.reach import UNCERTAIN, OutOfReach, out_of_reach
 from neuzip.eval.plans.search import search_budget
 from neuzip.eval.plans.target_values import sought_value
 from neuzip.eval.plans.trial_model import MeasuredWeights, TrialModel
+from neuzip.eval.quantize.checkpoint_parameters import PartsByTensor, find_parameters
 from neuzip.eval.quantize.quantizer import Quantizer
 from neuzip.kernels.grid import Grid
 
@@ -133,7 +134,14 @@ class QuantizedPlanner:
             windows, model = calibration.windows(self._baseline), self._baseline.model
         names = [t.name for t in self._matrices.tensors]
         show = self._stages.at("calibration")
-        return Quantizer.prepare(model, self._matrices.source, names, windows, stage=show)
+        places = None if windows is None else self._places
+        return Quantizer.prepare(model, self._matrices.source, names, windows, stage=show, places=places)
+
+    @cached_property
+    def _places(self) -> PartsByTensor:
+        """Where the original holds the matrices."""
+        assert self._baseline is not None, "without a model nothing is placed"
+        return find_parameters(self._baseline.model, self._matrices.source, self._matrices.tensors)
 
     def comments(self, search: SearchResult) -> list[str]:
         """What the file of a plan says of its codes."""
@@ -204,7 +212,7 @@ class QuantizedPlanner:
     def _by_quality(self) -> SearchResult:
         """The coarsest step whose divergence, or increase of loss, is within the limit."""
         assert self._baseline is not None, "a quality is measured"
-        model = TrialModel(self._baseline.model, self._matrices.source, self._matrices.tensors)
+        model = TrialModel(self._baseline.model, self._matrices.tensors, self._places)
         *others, best = search_budget(
             self._choose, lambda choice: self._compared(choice, model), self._request.target.limit,
             most=TRIALS, narrow=NARROW,
@@ -269,7 +277,8 @@ class QuantizedPlanner:
             return Estimate(0.0, None), self._nothing_lost()
         self._attempts += 1
         codes = self._codes(step, self._stage, f"trial {self._attempts}: quantise")
-        checksums = model.take(codes)
+        with self._stage(f"trial {self._attempts}: restore", self._matrices.weights, "weights") as advance:
+            checksums = model.take(codes, advance)
         comparison, estimate = None, Estimate(math.inf, None)
         label = f"trial {self._attempts}: compare"
         with suppress(NotFinite), self._stage(label, self._baseline.tokens, "tokens") as advance:
@@ -283,8 +292,7 @@ class QuantizedPlanner:
         """The codes of a step. Those of the last step are held."""
         if self._held is None or self._held[0] != step:
             self._held = None
-            weights = sum(tensor.info.numel for tensor in self._matrices.tensors)
-            with stage(label, weights, "weights") as advance:
+            with stage(label, self._matrices.weights, "weights") as advance:
                 codes = HeldCodes.of(self._quantizer.at(step), self._matrices.tensors, self._workers, advance)
             self._held = step, codes
         return self._held[1]

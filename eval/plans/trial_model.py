@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from neuzip.compress.pieces import digest
-from neuzip.compress.prepared import PreparedCodes
-from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.prepared import Codes, PreparedCodes
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.head import HeadedModel
-from neuzip.eval.quantize.checkpoint_parameters import find_parameters
+from neuzip.eval.quantize.checkpoint_parameters import PartsByTensor
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.container import Container
+from neuzip.kernels.grid import Grid
 from neuzip.runtime.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -45,17 +45,25 @@ class MeasuredWeights:
 class TrialModel:
     """A copy of a loaded model, to be given the weights of plans.
 
-    `unplaced` counts tensors that are no parameter of the model: a trial says nothing of them.
+    `places` say where `model` holds the tensors. `unplaced` counts those that are no parameter of it: a trial
+    says nothing of them.
     """
 
-    def __init__(self, model: PreTrainedModel, source: FolderSource, tensors: Sequence[SourceTensor]) -> None:
-        self.headed = HeadedModel(copy.deepcopy(model))
+    def __init__(
+        self, model: PreTrainedModel, tensors: Sequence[SourceTensor], places: PartsByTensor
+    ) -> None:
+        copies: dict[int, Any] = {}  # by the id of the object that was copied
+        self.headed = HeadedModel(copy.deepcopy(model, copies))
         self._tensors = tensors
-        self._places = find_parameters(self.headed.model, source, tensors)
+        self._places = {
+            name: replace(part, parameter=copies[id(part.parameter)]) for name, part in places.items()
+        }
         self.unplaced = len(tensors) - len(self._places)
 
     @torch.no_grad()
-    def take(self, prepared: PreparedCodes) -> dict[str, str]:
+    def take(
+        self, prepared: PreparedCodes, on_weights: Callable[[int], None] = lambda count: None
+    ) -> dict[str, str]:
         """Compute with the weights that codes stand for; a tensor without codes stays as it is.
 
         Returns checksums of the restored tensors by name.
@@ -63,17 +71,20 @@ class TrialModel:
         checksums = {}
         for tensor in self._tensors:
             chosen = prepared.codes_of(tensor.name)
-            if chosen is None:
-                continue
-            codes, grid = chosen
-            place = self._places.get(tensor.name)
-            device = torch.device("cpu") if place is None else place.values.device
-            held = torch.from_numpy(codes).to(device)
-            values = grid.to(device).values(held, TORCH_DTYPES[tensor.info.dtype]).view(tensor.info.shape)
-            checksums[tensor.name] = _checksum(values.cpu())
-            if place is not None:
-                place.values.copy_(values)
+            if chosen is not None:
+                checksums[tensor.name] = self._restored(tensor, *chosen)
+            on_weights(tensor.info.numel)
         return checksums
+
+    def _restored(self, tensor: SourceTensor, codes: Codes, grid: Grid) -> str:
+        """Give the model the weights of one tensor, if it has a place for them, and return their checksum."""
+        place = self._places.get(tensor.name)
+        device = torch.device("cpu") if place is None else place.values.device
+        held = torch.from_numpy(codes).to(device)
+        values = grid.to(device).values(held, TORCH_DTYPES[tensor.info.dtype]).view(tensor.info.shape)
+        if place is not None:
+            place.values.copy_(values)
+        return _checksum(values.cpu())
 
 
 def _checksum(values: torch.Tensor) -> str:

@@ -26,7 +26,12 @@ from neuzip.compress.schemes.quantized_coding import count, expected_bytes, shif
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.sources.source import SourceTensor
 from neuzip.eval.quantize.calibration_windows import CalibrationWindows
-from neuzip.eval.quantize.checkpoint_parameters import find_parameters, read_bits, values_for
+from neuzip.eval.quantize.checkpoint_parameters import (
+    PartsByTensor,
+    find_parameters,
+    read_bits,
+    values_for,
+)
 from neuzip.eval.quantize.gradients import OnTokens
 from neuzip.eval.quantize.settings import CalibrationSettings
 from neuzip.eval.quantize.statistics import ModelStatistics, gather
@@ -155,11 +160,13 @@ class Quantizer:
         windows: CalibrationWindows | None,
         settings: CalibrationSettings | None = None,
         stage: ShowStage = show_nothing,
+        places: PartsByTensor | None = None,
     ) -> Quantizer:
         """Calibrate the matrices of these names; `source` has to stay open as long as codes are needed.
 
         model    the checkpoint as a live model with dense weights, or None for no calibration
         windows  tokens of a text; None for no calibration. Then steps follow the spread of a tensor's weights
+        places   where the model holds the tensors; None to find out
 
         Raises NeuzipError for a model that computes NaN or infinity on the text.
         """
@@ -168,7 +175,7 @@ class Quantizer:
         tensors = [tensor for tensor in source.tensors() if tensor.name in wanted]
         statistics = ModelStatistics({}, {})
         if model is not None and windows is not None:
-            places = find_parameters(model, source, tensors)
+            places = find_parameters(model, source, tensors) if places is None else places
             with stage("gradients", windows.tokens, "tokens") as advance:
                 statistics = gather(model, places, windows, advance, grams=settings.feedback)
         with stage("steps", sum(tensor.info.numel for tensor in tensors), "weights") as advance:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import NO_COLLECTOR
 
 from neuzip import cli
 from neuzip.cli.compressing import run
 from neuzip.cli.large_imports import import_large
 from neuzip.eval.demo import CHECKPOINT
+
+NEW_MODULES = (
+    NO_COLLECTOR
+    + """
+import sys
+import neuzip.compress, tokenizers, torch, transformers.modeling_utils
+before = {name.partition(".")[0] for name in sys.modules}
+from neuzip.cli.large_imports import import_large
+import_large()
+import neuzip.eval.measures.comparison, neuzip.eval.plans.calibration_text, neuzip.eval.plans.deliver
+print(*sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)))
+"""
+)
 
 MODULE = """
 import gc
@@ -68,6 +83,14 @@ def test_every_command_that_runs_a_model_imports_it_so(root: Path) -> None:
     files = [path for path in sorted((root / "cli").rglob("*.py")) if ".loading()" in path.read_text()]
     others = {path.stem for path in files if "import_large()" not in path.read_text()}
     assert len(files) >= 11 and others == {"compress", "doctor", "export"}
+
+
+@pytest.mark.slow
+def test_a_target_needs_no_package_but_those_of_models_and_files() -> None:
+    """Whatever transformers' models and compression import: seconds that no work of ours can save."""
+    command = [sys.executable, "-P", "-c", NEW_MODULES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
 def test_a_target_imports_it_once_its_text_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

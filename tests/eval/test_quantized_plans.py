@@ -26,6 +26,7 @@ from neuzip.eval.plans import calibration_text, deliver, quantized_search, targe
 from neuzip.eval.plans.calibration_text import split_text
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.target_result import TargetResult
+from neuzip.eval.quantize import checkpoint_parameters, quantizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -177,16 +178,16 @@ def test_a_size_is_filled_and_not_exceeded(value: float, small: Path, tmp_path: 
 
 
 def test_a_prediction_that_is_off_is_corrected(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    quantizer = quantized_search.Quantizer
-    right = quantizer.expected_bytes
-    monkeypatch.setattr(quantizer, "expected_bytes", lambda self, step: right(self, step) // 2)
+    right = quantized_search.Quantizer.expected_bytes
+    halved = "expected_bytes", lambda self, step: right(self, step) // 2
+    monkeypatch.setattr(quantized_search.Quantizer, *halved)
     target = bits(4.0, small)
     made = delivered(TargetRequest(small, tmp_path / "a", target, "weights"), None)
     assert made.search is not None and len(made.search.trials) > 1
     assert 0.99 * target.limit <= made.report.stored_weight_bytes <= target.limit
 
 
-WORKS = ("quantise", "compare")
+WORKS = ("quantise", "restore", "compare")
 
 
 def test_a_divergence_is_reached_by_trials_without_a_file(
@@ -211,6 +212,31 @@ def test_a_divergence_is_reached_by_trials_without_a_file(
     ]
     assert made.comparison == baseline.run(tmp_path / "a").comparison
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.plan.toml"]
+
+
+def test_the_parameters_that_hold_the_matrices_are_found_once(
+    small: Path, baseline: BaselineComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """For calibration and for trials: it reads all matrices, and compares them with the model."""
+    calls, right = [], checkpoint_parameters.find_parameters
+
+    def counted(*arguments: Any) -> checkpoint_parameters.PartsByTensor:
+        calls.append(right(*arguments))
+        return calls[-1]
+
+    for module in (quantized_search, quantizer):
+        monkeypatch.setattr(module, "find_parameters", counted)
+    text = split_text(small, read_text("demo"), "demo", "auto", CPU).calibration
+    assert text is not None
+    request = TargetRequest(
+        small, tmp_path / "a", target_values.max_kld("0.02"), "fisher",
+        calibration=replace(text, ids=text.ids[: TOKENS + 1]),
+    )  # fmt: skip
+    before = {name: value.clone() for name, value in baseline.model.named_parameters()}
+    made = delivered(request, baseline)
+    assert made.holds and made.search is not None and len(made.search.trials) > 0
+    assert [len(places) for places in calls] == [8]
+    assert all(torch.equal(value, before[name]) for name, value in baseline.model.named_parameters())
 
 
 def test_a_divergence_holds_on_another_text_of_its_kind(small: Path, tmp_path: Path):
