@@ -509,7 +509,7 @@ LAUNCHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("launch", "dtype"), zip(LAUNCHES, itertools.cycle(DTYPES.values())), ids=str)
+@pytest.mark.parametrize(("launch", "dtype"), list(zip(LAUNCHES, itertools.cycle(DTYPES.values()))), ids=str)
 def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device):
     weights = ternary(50, 520)
     x = tokens(1, 520, dtype=dtype)

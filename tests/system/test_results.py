@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,11 +28,11 @@ HERE = Environment("chip", 2, 8.0, "Linux 6", "3.11.7", {"torch": "2.13.0"}, "54
 
 
 def commits(value: Any) -> Iterator[str]:
-    """Every commit that is named anywhere in a result."""
+    """Every commit that is named anywhere in a result; runs made one by one may have several."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == "commit":
-                yield inner
+                yield from inner.split(", ")
             else:
                 yield from commits(inner)
     elif isinstance(value, list):
@@ -49,7 +51,7 @@ def test_a_result_names_commit_hardware_and_versions(name: str):
     assert measurements
     for section, measurement in measurements.items():
         environment = measurement.environment
-        assert COMMIT.fullmatch(environment.commit), (section, environment.commit)
+        assert all(map(COMMIT.fullmatch, environment.commit.split(", "))), (section, environment.commit)
         assert environment.processor and environment.cores > 0 and environment.memory_gib > 0
         assert environment.python and set(environment.packages.values()) - {"not installed"}
         if environment.gpu is not None:
@@ -120,6 +122,37 @@ def test_a_benchmark_that_needs_a_commit_stops_at_its_start(monkeypatch: pytest.
     assert Environment.here().commit == record.UNKNOWN
     with pytest.raises(SystemExit, match="NEUZIP_COMMIT"):
         Environment.here(needs_commit=True)
+
+
+def test_runs_of_several_commits_have_cards_and_sources_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def commit(name: str) -> str:
+        (tmp_path / name).write_text(f"{len(made)}")
+        git("add", "-A")
+        git("commit", "-m", name)
+        return git("rev-parse", "--short", "HEAD")
+
+    made: list[str] = []
+    git("init")
+    for name in ("source", "page", "source"):
+        made.append(commit(name))
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    card = GpuCard("a card", 80.0, "580.1", "13.0")
+    runs = [{"environment": replace(HERE, commit=one, gpu=card, command="one run").plain()} for one in made]
+    newer = replace(card, driver="590.1")  # another day's driver is no other card
+    runs[1]["environment"] = replace(HERE, commit=made[1], gpu=newer).plain()
+    found = Environment.of_runs(runs[:2], ["source"])
+    assert found == replace(HERE, commit=f"{made[0]}, {made[1]}", gpu=card)
+    with pytest.raises(SystemExit, match=f"{made[0]} and {made[2]} have other files of source"):
+        Environment.of_runs(runs, ["source"])
+    other = {"environment": replace(HERE, gpu=replace(card, name="another")).plain()}
+    with pytest.raises(SystemExit, match="other cards or packages"):
+        Environment.of_runs([runs[0], other], ["source"])
 
 
 def test_a_spread_is_the_median_and_two_percentiles():
