@@ -65,9 +65,9 @@ def main() -> None:
         count = max(2, round(arguments.gigabytes * 1e9 / 2 / numel)) if on_gpu else 3
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             of_size = measured(Path(folder), numel, count, arguments)
-        rows += [{"weights": label, "tensors": count, **row} for row in of_size]
-        for row in rows[-len(of_size) :]:
-            show(row)
+        for row in of_size:
+            rows.append({"weights": label, "tensors": count, **row})
+            show(rows[-1])
     if on_gpu:
         facts = {"rounds": arguments.rounds, "gigabytes": arguments.gigabytes, "jobs": arguments.jobs}
         print("saved", save("compress_gpu", "commands on a GPU", Measurement(environment, rows, facts)))
@@ -124,8 +124,6 @@ def measured(folder: Path, numel: int, count: int, arguments: argparse.Namespace
                 folder / f"cpu.{kind}.safetensors", folder / f"{by}.{kind}.safetensors", False
             ):
                 raise SystemExit(f"{by} writes another {kind} than the CPU")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
     return [
         {
             "command": command, "by": by, "bytes": nbytes, **spread(own, "seconds"),

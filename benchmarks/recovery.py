@@ -11,8 +11,9 @@ It trains on train-mix.jsonl.gz and the first nine tenths of wiki.valid, what wi
 never sees wiki.test. NEUZIP_DATA is where these lie. Work is kept in build/recovery: a section that was
 stopped (--stop-after, or a signal) goes on when it is called again, and a48 needs what b158 left there.
 Results are benchmarks/results/recovery.json, and recovery-SECTION.svg, the losses of each training run.
-`curve` has the comparison on the last tenth of wiki.valid POINTS times on the way, which training time
-does not include. With --name NAME the files are called recovery-NAME.
+`curve` has POINTS comparisons on the last tenth of wiki.valid, made during training. Its minutes are those of
+the training steps alone, while --minutes counts the comparisons too. With --name NAME the files are called
+recovery-NAME.
 
     python benchmarks/recovery.py b158 --checkpoint smollm2-135m --name smollm2-135m --minutes 25
     python benchmarks/recovery.py b158 --checkpoint eval/demo/checkpoint --train my.txt --test demo \\

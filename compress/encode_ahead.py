@@ -18,7 +18,7 @@ LARGE_ON_GPU = 2
 """Large tensors on the way to a GPU, on it, or on their way back, however large they are."""
 
 LARGE_TOGETHER = 1 << 26
-"""Bytes of further large tensors that may be on their way, for the GPU to code them together."""
+"""Below so many bytes of large tensors on their way, more than LARGE_ON_GPU may be, to be coded together."""
 
 LEADERS = 16
 """Threads for large tensors beside a GPU: one waits for each."""

@@ -86,7 +86,8 @@ class Gathering(Generic[T, R]):
     `work(items, started)` returns the results of a list in order. The thread whose item is the first of the
     list runs it, and the other threads wait for their results. When `work` calls `started`, or ends, another
     thread may start the next list. Items of a list have one kind, and together at most `list_bytes`; a larger
-    item is a list of its own. There are as many items as threads, so nothing more is held in memory.
+    item is a list of its own. A thread waits with one item, so a list has at most as many items as there are
+    threads.
     """
 
     def __init__(

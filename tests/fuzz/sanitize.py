@@ -6,8 +6,8 @@
 Words, index and factors of coded weights are changed at random, and words are cut off. Kernels must report
 such streams or decode them to something, but never access memory outside the arrays. Every array has an
 allocation of its own, so that compute-sanitizer (memcheck) sees any other access. Kernels read words in
-pieces of 16 bytes, so the allocation of words ends with a whole piece. One more process writes
-beyond an output on purpose, to show that the tool sees it. Where compute-sanitizer is not installed or does
+pieces of 16 bytes, so the allocation of words ends with a whole piece. One more process writes beyond an
+output on purpose, to show that the tool sees it. Where compute-sanitizer is not installed or does
 not know the GPU, the script says so in a line that begins with "skipped", and exits with 0.
 """
 

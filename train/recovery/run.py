@@ -146,7 +146,10 @@ def _required(seconds: float | None) -> float:
 def within(
     schedule: Callable[[int], float], steps: int, seconds: float, left: float
 ) -> Callable[[int], float]:
-    """The schedule of steps that share `seconds`, of which some are left: as far on as the time is."""
+    """A schedule that skips ahead when steps take longer than planned.
+
+    `steps` were planned for `seconds`, of which `left` are left. The share that was used counts.
+    """
     end = time.monotonic() + left
 
     def rate(step: int) -> float:
